@@ -58,8 +58,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
-from lightning_rotor.profiling import settling as interlude
-from lightning_rotor.profiling import stage as timing
+from lightning_rotor.profiling import seconds as timing
 from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
@@ -462,7 +461,7 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
             patches.enter_context(patch.object(meters, "_CpuRecording", MarksAlone))
-        once = ((interlude, "_ALL_BYTES", 0), (interlude, "_ROUNDS", 1), (timing, "_ENOUGH_SECONDS", 1e-9))
+        once = ((timing, "_ALL_BYTES", 0), (timing, "_ROUNDS", 2), (timing, "_ENOUGH_SECONDS", 1e-9))
         for module, name, value in once:
             patches.enter_context(patch.object(module, name, value))
         try:

@@ -13,8 +13,7 @@ from torch import nn
 from lightning_rotor.capture.compiled import Variants, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.memory.budget import Budget
-from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.memory.budget import Budget, resolve_limit
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings

@@ -109,7 +109,7 @@ def test_the_optimizer_counts(nets: str, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_by_default_the_budget_is_the_gpus_memory(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--model", f"{nets}:deep", "--input", "8x64")
-    found = answer(capsys, *asked, "--gpu", "T4")  # which means --device meta
+    found = answer(capsys, *asked, "--gpu", "t4")  # which means --device meta
     assert found["estimated_for"] == "T4"
     assert found["budget_bytes"] == (15 - 1) * 2**30
     assert found["overhead"] == pytest.approx(0, abs=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,10 +29,9 @@ from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.passes import run_stage
-from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling import stage as stage_profiler
-from lightning_rotor.profiling.stage import StageProfiler, StageSeconds
-from lightning_rotor.profiling.variants import KnownSeconds
+from lightning_rotor.profiling import Profile, profile_chain, variants
+from lightning_rotor.profiling.seconds import StageSeconds
+from lightning_rotor.profiling.stage import StageProfiler
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import simulate
 from tests.models import Case, assert_same_bits, training_step
@@ -348,46 +347,6 @@ def test_variants_can_be_switched_off() -> None:
     assert names_of_options(planned.chain)[1] == ["keep"]
 
 
-@dataclass(slots=True)
-class Timed:
-    """Stands in for a profiler whose runs take what the test says."""
-
-    seconds: float
-    stage: Any
-    repeats: int = 3
-    in_lockstep: bool = False
-    runs: int = 0
-
-    timed_enough = StageProfiler.timed_enough
-    _is_timed = StageProfiler._is_timed
-
-    def run(self) -> tuple[float, float]:
-        self.runs += 1
-        return self.seconds / 3, 2 * self.seconds / 3
-
-
-def test_stages_that_look_alike_take_the_same_time_unless_a_few_runs_tell_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(stage_profiler, "timed_run", Timed.run)
-    monkeypatch.setattr(
-        stage_profiler, "seconds_of", lambda profiler, runs: StageSeconds(runs[-1][0], 0.0, runs[-1][1])
-    )
-    net = Net([Block()])
-    stage = sequentialize(net, (torch.randn(2, 16, 8),)).stages[0]
-    known = KnownSeconds()
-    first = known.of("kin", [Timed(1.0, stage), Timed(2.0, stage)])  # type: ignore[list-item]
-    assert [each.forward for each in first] == [1 / 3, 2 / 3]
-    alike = [Timed(1.1, stage), Timed(2.2, stage)]
-    assert known.of("kin", alike) is first  # type: ignore[arg-type]
-    assert [each.runs for each in alike] == [2, 2]
-    other = known.of("kin", [Timed(1.4, stage), Timed(2.8, stage)])  # type: ignore[list-item]
-    assert [each.forward for each in other] == [1.4 / 3, 2.8 / 3]
-    together = [Timed(1.5, stage, in_lockstep=True), Timed(2.9, stage, in_lockstep=True)]
-    # With other processes all run as often, whatever the times.
-    assert known.of("kin", together)[0].forward == 0.5  # type: ignore[arg-type]
-
-
 class Numbered(Block):
     """A block that knows which one it is, as those of Hugging Face do."""
 
@@ -398,18 +357,20 @@ class Numbered(Block):
             self.mlp[1].bias = None
 
 
-def test_blocks_look_alike_whatever_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    kins = []
+def test_blocks_that_look_alike_whatever_their_numbers_take_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
 
-    def of(self: KnownSeconds, kin: Any, profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
-        kins.append(kin)
-        return own(self, kin, profilers)
+    def by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
+        timed.append(profilers[0].stage.name)
+        return own(profilers)
 
-    own = KnownSeconds.of
-    monkeypatch.setattr(KnownSeconds, "of", of)
-    profile_of(Net([compiled(Numbered(number)) for number in range(4)]), torch.randn(2, 16, 8))
-    assert len(kins) == 4
-    assert kins[0] == kins[1] == kins[2] != kins[3]
+    own = variants.seconds_by_turns
+    monkeypatch.setattr(variants, "seconds_by_turns", by_turns)
+    profile = profile_of(Net([compiled(Numbered(number)) for number in range(4)]), torch.randn(2, 16, 8))
+    assert timed == ["blocks.0", "blocks.3"]
+    seconds = [[option.seconds for option in stage.options] for stage in profile.chain if len(stage.options) > 1]
+    assert len(seconds) == 4
+    assert seconds[0] == seconds[1] == seconds[2] != seconds[3]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightning_rotor.errors import ProfilingError, RotorWarning
-from lightning_rotor.memory.devices import free_bytes, resolve_limit, total_bytes
+from lightning_rotor.memory import budget
+from lightning_rotor.memory.budget import device_memory, resolve_limit
 from lightning_rotor.units import MemoryLimit
 
 GIB = 2**30
@@ -23,32 +24,29 @@ def write(root: Path, name: str, text: object) -> None:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Path:
-    """64 GiB, 40 of them available, no control groups."""
-    write(
-        tmp_path,
-        "proc/meminfo",
-        f"MemTotal: {64 * 2**20} kB\nMemFree: {8 * 2**20} kB\nMemAvailable:   {40 * 2**20} kB\nHugePages_Total: 0",
-    )
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the package finds ``proc`` and ``sys``, empty."""
+    monkeypatch.setattr(budget, "_ROOT", tmp_path)
     return tmp_path
 
 
-def join_v2(root: Path, path: str, *, mounted: str = "/", mount_point: str = "/sys/fs/cgroup") -> None:
-    mounts = [
-        "23 22 0:22 / /proc rw - proc proc rw",
-        f"35 32 0:29 {mounted} {mount_point} rw,nosuid shared:4 - cgroup2 cgroup rw,nsdelegate",
-    ]
-    write(root, "proc/self/cgroup", f"0::{path}")
-    write(root, "proc/self/mountinfo", "\n".join(mounts))
-
-
-def join_v1(root: Path, path: str, *, mounted: str = "/") -> None:
-    write(root, "proc/self/cgroup", f"5:cpu,cpuacct:/elsewhere\n4:memory:{path}\n1:name=systemd:/")
+@pytest.fixture
+def machine(root: Path) -> Path:
+    """64 GiB, 40 of them available, no control groups."""
     write(
         root,
-        "proc/self/mountinfo",
-        f"34 31 0:30 {mounted} /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n35 31 0:32 {mounted} /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+        "proc/meminfo",
+        f"MemTotal: {64 * 2**20} kB\nMemFree: {8 * 2**20} kB\nMemAvailable:   {40 * 2**20} kB\nHugePages_Total: 0",
     )
+    return root
+
+
+def join_v2(root: Path, path: str) -> None:
+    write(root, "proc/self/cgroup", f"0::{path}")
+
+
+def join_v1(root: Path, path: str) -> None:
+    write(root, "proc/self/cgroup", f"5:cpu,cpuacct:/elsewhere\n4:memory:{path}\n1:name=systemd:/")
 
 
 def group_v2(
@@ -66,23 +64,20 @@ def group_v1(root: Path, folder: str, *, limit: int = UNLIMITED_V1, used: int = 
     write(root, f"{folder}/memory.stat", f"inactive_file 7\ntotal_inactive_file {inactive}")
 
 
-def memory(root: Path) -> tuple[int, int]:
-    return total_bytes("cpu", system_root=root), free_bytes("cpu", system_root=root)
+def memory() -> tuple[int, int]:
+    found = device_memory("cpu")
+    return found.total_bytes, found.free_bytes
 
 
-def test_a_machine_without_control_groups_has_what_meminfo_says(machine: Path) -> None:
-    assert memory(machine) == (64 * GIB, 40 * GIB)
-
-
-def test_an_old_kernel_without_mem_available_counts_free_and_cached(tmp_path: Path) -> None:
-    write(tmp_path, "proc/meminfo", "MemTotal: 1000 kB\nMemFree: 100 kB\nCached: 50 kB")
-    assert memory(tmp_path) == (1000 * 1024, 150 * 1024)
+@pytest.mark.usefixtures("machine")
+def test_a_machine_without_control_groups_has_what_meminfo_says() -> None:
+    assert memory() == (64 * GIB, 40 * GIB)
 
 
 def test_a_v2_limit_counts_and_inactive_files_are_free(machine: Path) -> None:
     join_v2(machine, "/")
     group_v2(machine, "sys/fs/cgroup", limit=16 * GIB, used=10 * GIB, inactive=3 * GIB)
-    assert memory(machine) == (16 * GIB, 9 * GIB)
+    assert memory() == (16 * GIB, 9 * GIB)
 
 
 def test_the_tightest_v2_ancestor_decides(machine: Path) -> None:
@@ -91,13 +86,13 @@ def test_the_tightest_v2_ancestor_decides(machine: Path) -> None:
     group_v2(machine, "sys/fs/cgroup/kubepods/pod", limit=12 * GIB, used=2 * GIB)
     group_v2(machine, "sys/fs/cgroup/kubepods/pod/box", used=1 * GIB)
     group_v2(machine, "sys/fs/cgroup/kubepods/other", limit=1 * GIB, used=1 * GIB)
-    assert memory(machine) == (12 * GIB, 2 * GIB)
+    assert memory() == (12 * GIB, 2 * GIB)
 
 
 def test_memory_high_is_a_limit_too(machine: Path) -> None:
     join_v2(machine, "/a")
     group_v2(machine, "sys/fs/cgroup/a", limit=16 * GIB, high=8 * GIB, used=2 * GIB)
-    assert memory(machine) == (8 * GIB, 6 * GIB)
+    assert memory() == (8 * GIB, 6 * GIB)
 
 
 def test_a_v1_limit_counts_in_nested_groups(machine: Path) -> None:
@@ -105,72 +100,71 @@ def test_a_v1_limit_counts_in_nested_groups(machine: Path) -> None:
     group_v1(machine, "sys/fs/cgroup/memory")
     group_v1(machine, "sys/fs/cgroup/memory/docker/box", limit=20 * GIB, used=9 * GIB, inactive=4 * GIB)
     group_v1(machine, "sys/fs/cgroup/memory/docker/box/inner", used=1)
-    assert memory(machine) == (20 * GIB, 15 * GIB)
+    assert memory() == (20 * GIB, 15 * GIB)
 
 
-def test_a_container_that_mounts_its_own_v1_group_is_seen(machine: Path) -> None:
-    join_v1(machine, "/docker/box/inner", mounted="/docker/box")
-    group_v1(machine, "sys/fs/cgroup/memory", limit=20 * GIB, used=9 * GIB)
-    group_v1(machine, "sys/fs/cgroup/memory/inner", limit=5 * GIB, used=1 * GIB)
-    assert memory(machine) == (5 * GIB, 4 * GIB)
-
-
-def test_a_process_outside_the_mounted_part_reads_the_mount(machine: Path) -> None:
-    join_v2(machine, "/../sibling", mounted="/pod", mount_point="/mnt/groups")
-    group_v2(machine, "mnt/groups", limit=6 * GIB, used=1 * GIB)
-    assert memory(machine) == (6 * GIB, 5 * GIB)
+@pytest.mark.parametrize("path", ["/docker/box", "/../sibling"])
+def test_a_container_that_mounts_its_own_group_alone_reads_the_mount(machine: Path, path: str) -> None:
+    join_v2(machine, path)
+    group_v2(machine, "sys/fs/cgroup", limit=6 * GIB, used=1 * GIB)
+    assert memory() == (6 * GIB, 5 * GIB)
+    join_v1(machine, path)
+    group_v1(machine, "sys/fs/cgroup/memory", limit=5 * GIB, used=1 * GIB)
+    assert memory() == (5 * GIB, 4 * GIB)
 
 
 def test_both_versions_at_once_take_the_tighter(machine: Path) -> None:
     write(machine, "proc/self/cgroup", "4:memory:/one\n0::/two")
-    write(
-        machine,
-        "proc/self/mountinfo",
-        "1 2 0:1 / /v1 rw - cgroup cgroup rw,memory\n1 2 0:1 / /v2 rw - cgroup2 cgroup2 rw",
-    )
-    group_v1(machine, "v1/one", limit=30 * GIB, used=20 * GIB)
-    group_v2(machine, "v2/two", limit=25 * GIB, used=1 * GIB)
-    assert memory(machine) == (25 * GIB, 10 * GIB)
+    group_v1(machine, "sys/fs/cgroup/memory/one", limit=30 * GIB, used=20 * GIB)
+    group_v2(machine, "sys/fs/cgroup/two", limit=25 * GIB, used=1 * GIB)
+    assert memory() == (25 * GIB, 10 * GIB)
 
 
 def test_an_unlimited_group_changes_nothing(machine: Path) -> None:
     join_v1(machine, "/")
     group_v1(machine, "sys/fs/cgroup/memory", used=3 * GIB)
-    assert memory(machine) == (64 * GIB, 40 * GIB)
+    assert memory() == (64 * GIB, 40 * GIB)
 
 
 def test_a_group_over_its_limit_has_nothing_free(machine: Path) -> None:
     join_v2(machine, "/a")
     group_v2(machine, "sys/fs/cgroup/a", limit=4 * GIB, used=5 * GIB)
-    assert memory(machine) == (4 * GIB, 0)
+    assert memory() == (4 * GIB, 0)
 
 
-def test_a_platform_without_proc_still_tells_its_memory(tmp_path: Path) -> None:
-    total, free = memory(tmp_path)
-    assert 0 < free < total
+@pytest.mark.usefixtures("root")
+def test_a_platform_without_proc_takes_limits_in_bytes_alone() -> None:
+    with pytest.raises(ProfilingError, match=r"machine's memory cannot be read.*give the memory limit in bytes"):
+        resolve_limit(None, "cpu")
+    assert resolve_limit(MemoryLimit(size_bytes=10), "cpu") == 10
 
 
 def test_the_real_machine_tells_its_memory() -> None:
-    assert 0 < free_bytes("cpu") < total_bytes(torch.device("cpu"))
+    found = device_memory(torch.device("cpu"))
+    assert 0 < found.free_bytes < found.total_bytes
 
 
-def test_a_limit_in_bytes_is_itself(machine: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_a_limit_in_bytes_is_itself() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert resolve_limit(MemoryLimit(size_bytes=5 * GIB), "cpu", system_root=machine) == 5 * GIB
+        assert resolve_limit(MemoryLimit(size_bytes=5 * GIB), "cpu") == 5 * GIB
 
 
-def test_a_fraction_counts_from_the_total(machine: Path) -> None:
-    assert resolve_limit(MemoryLimit(fraction=0.25), "cpu", system_root=machine) == 16 * GIB
+@pytest.mark.usefixtures("machine")
+def test_a_fraction_counts_from_the_total() -> None:
+    assert resolve_limit(MemoryLimit(fraction=0.25), "cpu") == 16 * GIB
 
 
-def test_no_limit_means_what_is_free(machine: Path) -> None:
-    assert resolve_limit(None, "cpu", system_root=machine) == 40 * GIB
+@pytest.mark.usefixtures("machine")
+def test_no_limit_means_what_is_free() -> None:
+    assert resolve_limit(None, "cpu") == 40 * GIB
 
 
-def test_a_limit_above_the_device_warns_and_stays(machine: Path) -> None:
+@pytest.mark.usefixtures("machine")
+def test_a_limit_above_the_device_warns_and_stays() -> None:
     with pytest.warns(RotorWarning, match=r"100 GiB is more than the 64.0 GiB that cpu has"):
-        assert resolve_limit(MemoryLimit(size_bytes=100 * GIB), "cpu", system_root=machine) == 100 * GIB
+        assert resolve_limit(MemoryLimit(size_bytes=100 * GIB), "cpu") == 100 * GIB
 
 
 @pytest.mark.parametrize("device", ["meta", "mps"])
@@ -178,7 +172,7 @@ def test_other_devices_say_what_to_do(device: str) -> None:
     with pytest.raises(
         ProfilingError, match=f"memory of device '{device}' cannot be read.*give the memory limit in bytes"
     ):
-        free_bytes(device)
+        device_memory(device)
     with pytest.raises(ProfilingError, match="cannot be read"):
         resolve_limit(MemoryLimit(fraction=0.5), device)
     assert resolve_limit(MemoryLimit(size_bytes=10), device) == 10
@@ -187,20 +181,20 @@ def test_other_devices_say_what_to_do(device: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_missing_gpu_is_a_typed_error() -> None:
     with pytest.raises(ProfilingError, match="'cuda:0' is not available"):
-        total_bytes("cuda:0")
+        device_memory("cuda:0")
 
 
 @pytest.mark.gpu
 def test_cached_blocks_of_a_gpu_are_free_and_the_process_fraction_caps() -> None:
     device = torch.device("cuda", 0)
     tensor = torch.empty(2**28, dtype=torch.uint8, device=device)
-    used = free_bytes(device)
+    used = device_memory(device).free_bytes
     del tensor  # stays reserved
-    assert free_bytes(device) - used == 2**28
+    assert device_memory(device).free_bytes - used == 2**28
     _, total = torch.cuda.mem_get_info(device)
     torch.cuda.set_per_process_memory_fraction(0.1, device)
     try:
-        assert total_bytes(device) == int(0.1 * total)
-        assert free_bytes(device) == int(0.1 * total) - torch.cuda.memory_allocated(device)
+        assert device_memory(device).total_bytes == int(0.1 * total)
+        assert device_memory(device).free_bytes == int(0.1 * total) - torch.cuda.memory_allocated(device)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)

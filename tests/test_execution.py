@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -19,7 +19,7 @@ from lightning_rotor.execution.executor import Executor, Stopwatch, recomputed
 from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
 from lightning_rotor.planning import scheduled
 from lightning_rotor.profiling import Meter, Profile, profile_chain
-from lightning_rotor.profiling.settling import HostSeconds
+from lightning_rotor.profiling.seconds import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
@@ -386,16 +386,24 @@ def test_segments_are_timed_from_the_second_call_on(schedule: str, seconds: floa
     assert seen == [(None, False), *[(seconds, False)] * 5, *[(seconds, True)] * 2]
 
 
-def test_what_a_stopwatch_does_not_see_of_segments_is_measured_once() -> None:
-    # Each look at this clock takes a tick, and all but the operations themselves look.
-    host = HostSeconds.on(torch.device("cpu"), cast("Meter", Ticks()))
-    assert (host.segment, host.saved_tensor, host.unwatched) == (7.0, 0.0, (3.0, 0.0))
+def test_segments_are_timed_around_what_runs_in_them_and_a_stopwatch_misses_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Ticks()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        clock.time += 5.0
+        return recomputed(*args, **options)
+
+    monkeypatch.setattr("lightning_rotor.profiling.seconds.recomputed", slowly)
+    # Each look at this clock takes a tick, also around the operations, which take the same in a segment.
+    assert segment_seconds(torch.device("cpu"), cast("Meter", clock)) == 5.0
     chain = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)).chain
-    told = replace(host, unwatched=(3.0, 0.5))
-    assert [told.unwatched_in(scheduled(chain, Schedule.parse(text))) for text in ("0-2", "(0-1) 2", "((0) 1) 2")] == [
+    chain = replace(chain, segment_seconds=5.0)
+    assert [unwatched_seconds(scheduled(chain, Schedule.parse(text))) for text in ("0-2", "(0-1) 2", "((0) 1) 2")] == [
         0.0,
-        3.0 + 0.5 * sum(stage.keep.saved_tensors for stage in chain.stages[:2]),
-        6.0 + 0.5 * sum(stage.keep.saved_tensors for stage in chain.stages[:2]),
+        2.0,
+        4.0,
     ]
 
 

@@ -62,7 +62,7 @@ def noise(x: torch.Tensor) -> torch.Tensor:
     return torch.sinh(x) + torch.randn_like(x)
 
 
-PART = "Odd is but a part of it, since something in it changes its input in place or returns a view of it"
+PART = "Odd is but a part of it"
 WITHHELD = {
     "forward in place": (odd(lambda x: x.mul_(2).sinh()), PART),
     "output a view of the input": (odd(lambda x: x.view(-1, WIDTH)), PART),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_rotor.profiling.meters import MeasuringProgress
+from lightning_rotor.profiling.meters import measuring_progress
 
 
 class Clock:
@@ -27,7 +27,7 @@ def console() -> Console:
 
 def test_quick_measuring_shows_nothing() -> None:
     quiet = console()
-    with MeasuringProgress(clock=Clock(0.0, 0.5, 1.9), console=quiet) as progress:
+    with measuring_progress(clock=Clock(0.0, 0.5, 1.9), console=quiet) as progress:
         progress(1, 3)
         progress(2, 3)
     assert quiet.file.getvalue() == ""  # type: ignore[attr-defined]
@@ -35,7 +35,7 @@ def test_quick_measuring_shows_nothing() -> None:
 
 def test_slow_measuring_shows_a_bar_and_takes_it_away() -> None:
     loud = console()
-    with MeasuringProgress(clock=Clock(0.0, 1.0, 2.5), console=loud) as progress:
+    with measuring_progress(clock=Clock(0.0, 1.0, 2.5), console=loud) as progress:
         progress(1, 4)
         progress(2, 4)
         progress(3, 4)
@@ -46,14 +46,14 @@ def test_slow_measuring_shows_a_bar_and_takes_it_away() -> None:
 
 def test_it_can_be_switched_off() -> None:
     quiet = console()
-    with MeasuringProgress(enabled=False, clock=Clock(0.0, 9.0), console=quiet) as progress:
+    with measuring_progress(enabled=False, clock=Clock(0.0, 9.0), console=quiet) as progress:
         progress(1, 4)
     assert quiet.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_it_works_beside_another_bar() -> None:
     shared = console()
-    with Progress(console=shared) as other, MeasuringProgress(clock=Clock(0.0, 9.0), console=shared) as progress:
+    with Progress(console=shared) as other, measuring_progress(clock=Clock(0.0, 9.0), console=shared) as progress:
         other.add_task("training", total=2)
         progress(1, 4)
         progress(4, 4)

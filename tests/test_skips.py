@@ -22,7 +22,7 @@ from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
-from lightning_rotor.profiling.gradients import Layout, layouts_from, memories_elsewhere
+from lightning_rotor.profiling.stage import Layout, layouts_from, memories_elsewhere
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few

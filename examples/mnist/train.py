@@ -27,7 +27,7 @@ from lightning_rotor.callbacks import RotorCallback
 from lightning_rotor.errors import RotorError
 from lightning_rotor.memory.budget import allocated_bytes
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.profiling import StepMeter, StepTrace
+from lightning_rotor.profiling import Recording, StepMeter
 from lightning_rotor.report import plot_timeline
 from lightning_rotor.units import format_bytes, format_seconds, parse_bytes
 
@@ -49,7 +49,7 @@ class Run:
     """
 
     constant_bytes: int
-    trace: StepTrace
+    trace: Recording
     step_seconds: float
     accuracy: float
     weights: dict[str, torch.Tensor]
@@ -71,7 +71,7 @@ class StepRecorder(L.Callback):
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.constant_bytes = 0
-        self.trace: StepTrace | None = None
+        self.trace: Recording | None = None
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:  # noqa: D102
         self._meter = None

@@ -1,5 +1,5 @@
 """What a process holds, and what it may hold.
 
 In: a limit as users write it, a model and its optimizers. Out: the bytes that a plan may use. Read ``budget``, then
-``devices`` and ``held``.
+``held``.
 """

@@ -1,4 +1,4 @@
-"""The limit of a whole training process, turned into what a plan for its chain may use.
+"""The limit of a whole training process, and what a plan for its chain may use of it.
 
 What the process holds on the device besides the chain, and when::
 
@@ -13,15 +13,17 @@ What the process holds on the device besides the chain, and when::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError
-from lightning_rotor.memory.devices import resolve_limit, usable_bytes
+from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory.held import (
     buffer_bytes,
     existing_gradient_bytes,
@@ -210,6 +212,150 @@ def named_bytes(
         + sum(optimizer_state_bytes(optimizer, device) for optimizer in optimizers)
         + storage_bytes(batch, device)
     )
+
+
+# ------------------------------------- How much memory a device has and has free, and what a user's limit means on it.
+
+# The size of the segments from which CUDA's caching allocator takes blocks of 1 to 10 MiB.
+_SEGMENT_BYTES = 20 * 2**20
+_ROOT = Path("/")  # where ``proc`` and ``sys`` are
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory that this process may ever have on a device, and what it can still allocate there."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def device_memory(device: torch.device | str) -> DeviceMemory:
+    """Memory of a CPU or CUDA device; ``ProfilingError`` if it cannot be read.
+
+    A GPU has what ``torch.cuda.set_per_process_memory_fraction`` leaves, and what the caching allocator keeps for reuse
+    is free. A CPU has what the machine or the tightest control group has, and files that nobody has read lately are
+    free.
+    """
+    device = torch.device(device)
+    match device.type:
+        case "cpu":
+            every = [_machine(), *_control_groups()]
+            return DeviceMemory(min(each.total_bytes for each in every), max(0, min(each.free_bytes for each in every)))
+        case "cuda":
+            return _gpu(device)
+    raise ProfilingError(
+        f"the memory of device {str(device)!r} cannot be read: expected a CPU or CUDA device; for another one give the "
+        "memory limit in bytes"
+    )
+
+
+def _gpu(device: torch.device) -> DeviceMemory:
+    if not torch.cuda.is_available():
+        raise ProfilingError(
+            f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that "
+            "supports it"
+        )
+    driver_free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    unused = driver_free + torch.cuda.memory_reserved(device) - allocated
+    return DeviceMemory(allowed, max(0, min(unused, allowed - allocated)))
+
+
+def _machine() -> DeviceMemory:
+    sizes = _read_sizes(_ROOT / "proc/meminfo")
+    if "MemAvailable" not in sizes:
+        raise ProfilingError(
+            "this machine's memory cannot be read: expected /proc/meminfo, as Linux has it; elsewhere give the memory "
+            "limit in bytes"
+        )
+    return DeviceMemory(sizes["MemTotal"] * 1024, sizes["MemAvailable"] * 1024)
+
+
+# Version 2 slows a group down, to a standstill if need be, over memory.high: for training that is a limit, too.
+_VERSION_1 = "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
+_VERSION_2 = "", ("memory.max", "memory.high"), "memory.current", "inactive_file"
+"""Folder, and in it the files of limits and usage, and what of ``memory.stat`` can be reclaimed."""
+
+
+def _control_groups() -> Iterator[DeviceMemory]:
+    """Every control group with a limit that this process is in.
+
+    They nest, and the tightest one decides::
+
+        /sys/fs/cgroup           memory.max = max
+          └─ kubepods            memory.max = 64 GiB   memory.current = 60 GiB   <- 4 GiB left for everyone below
+               └─ pod1234        memory.max = 16 GiB   memory.current =  2 GiB
+    """
+    for line in _read(_ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        kind, limit_names, usage_name, reclaimable = _VERSION_1 if controllers else _VERSION_2
+        top = _ROOT / "sys/fs/cgroup" / kind
+        # A container that mounts only its own group may name it as the host does: then only the mount is there.
+        own = top / os.path.normpath(path).lstrip("/")
+        for folder in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+            limits = [int(text) for name in limit_names if (text := _read(folder / name).strip()).isdigit()]
+            usage = _read(folder / usage_name).strip()
+            if limits and usage.isdigit():
+                reclaimable_bytes = _read_sizes(folder / "memory.stat").get(reclaimable, 0)
+                yield DeviceMemory(min(limits), min(limits) - int(usage) + reclaimable_bytes)
+
+
+def _read_sizes(path: Path) -> dict[str, int]:
+    """Lines such as ``MemTotal:  16318 kB`` or ``inactive_file 4096`` as a mapping; empty without the file."""
+    words = (line.replace(":", " ").split() for line in _read(path).splitlines())
+    return {each[0]: int(each[1]) for each in words if len(each) > 1 and each[1].isdigit()}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def usable_bytes(device: torch.device | str) -> int:
+    """What tensors of this process can still take on a device, without any allocation that fails.
+
+    That is what is free, less what CUDA's caching allocator may reserve beyond what it gives out: room in segments in
+    use, two segments filled in part, and a twentieth for holes that no block fits. What it caches is given back first.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return device_memory(device).free_bytes
+    torch.cuda.empty_cache()
+    free = device_memory(device).free_bytes
+    in_segments = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, free - in_segments - 2 * _SEGMENT_BYTES - free // 20)
+
+
+def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
+    """A user's limit in bytes; None is :func:`usable_bytes`, fractions are of the total. Warns above the device.
+
+    Example:
+        >>> resolve_limit(MemoryLimit(size_bytes=2**20), "cpu")
+        1048576
+    """
+    if limit is None:
+        return usable_bytes(device)
+    if limit.fraction is not None:
+        return limit.on_device(device_memory(device).total_bytes)
+    size_bytes = limit.on_device(0)
+    try:
+        available_bytes = device_memory(device).total_bytes
+    except ProfilingError:
+        return size_bytes  # a limit in bytes needs nothing from the device
+    if size_bytes > available_bytes:
+        warnings.warn(
+            f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "
+            f"{device} has for this process: training can run out of memory inside the limit. Lower it, or leave it "
+            "out to use what is free",
+            RotorWarning,
+            stacklevel=2,
+        )
+    return size_bytes
 
 
 def process_limit_bytes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ from lightning_rotor.private.torch_names import (
     is_traceable_wrapper_subclass,
     sparse_parts,
 )
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -71,7 +72,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return _bytes_beside(walk_tensors(list(optimizer.state.values())), [*parameters, *gradients], device)
+    return _bytes_beside(tensors_in(list(optimizer.state.values())), [*parameters, *gradients], device)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
@@ -88,43 +89,25 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
     """True if ``device`` is the wanted one; ``"cuda"`` means any GPU, None any device."""
     if wanted is None:
         return True
-    wanted = torch.device(wanted)
-    if wanted.type == "cpu":  # its tensors have no index, whether or not the user writes "cpu:0"
-        return device.type == "cpu"
-    return wanted in (device, torch.device(device.type))
+    wanted = torch.device(wanted)  # tensors on the CPU have no index, whether or not the user writes "cpu:0"
+    return wanted.type == device.type and (wanted.type == "cpu" or wanted.index in (None, device.index))
 
 
-def walk_tensors(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, lists, tuples and sets, where an optimizer may keep its state."""
-    match value:
-        case torch.Tensor():
-            yield value
-        case Mapping():
-            for item in value.values():
-                yield from walk_tensors(item)
-        case list() | tuple() | set() | frozenset():
-            for item in value:
-                yield from walk_tensors(item)
-
-
-def storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
+def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: several for a sparse one or a wrapper such as DTensor."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor lists its mesh as well
-                yield from storages_of(part)
+    if is_traceable_wrapper_subclass(tensor):  # a DTensor lists its mesh as well
+        parts = tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
     elif tensor.layout is torch.sparse_coo:
-        for part in sparse_parts(tensor):
-            yield from storages_of(part)
+        parts = list(sparse_parts(tensor))
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-            yield from storages_of(part)
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        for part in (tensor.ccol_indices(), tensor.row_indices(), tensor.values()):
-            yield from storages_of(part)
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         yield tensor.untyped_storage()
+        return
+    for part in parts:
+        yield from _storages_of(part)
 
 
 def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -> dict[int, int]:
@@ -133,7 +116,7 @@ def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -
         identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
         for tensor in tensors
         if is_on(tensor.device, device)
-        for storage in storages_of(tensor)
+        for storage in _storages_of(tensor)
     }
 
 
@@ -252,8 +235,7 @@ def _bytes_after_dry_step(optimizer: torch.optim.Optimizer, device: torch.device
     with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
         _take_step(clone)
     gradients = [parameter.grad for parameter in stand_ins.values() if parameter.grad is not None]
-    state = walk_tensors(list(clone.state.values()))
-    return _bytes_beside(state, [*stand_ins.values(), *gradients], device)
+    return _bytes_beside(tensors_in(list(clone.state.values())), [*stand_ins.values(), *gradients], device)
 
 
 def _stand_in(parameter: torch.Tensor, mode: FakeTensorMode) -> nn.Parameter:

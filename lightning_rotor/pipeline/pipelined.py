@@ -20,7 +20,7 @@ from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, seq
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
-from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.memory.budget import resolve_limit
 from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.balance import counted_in_stages, least_largest, stage_bytes, stage_seconds

@@ -24,8 +24,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
-from lightning_rotor.memory.budget import ResidentMemory
-from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.ranks import communicates
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS

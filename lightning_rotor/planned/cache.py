@@ -21,7 +21,7 @@ from lightning_rotor.planning.plan import from_plain
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.meters import meter_for
-from lightning_rotor.profiling.settling import HostSeconds
+from lightning_rotor.profiling.seconds import unwatched_seconds
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import Stage
@@ -86,8 +86,7 @@ class Prepared:
         seconds = self.executor.watch.seconds
         if seconds is None:
             return None
-        device = torch.device(self.plan.chain.device)
-        seconds += HostSeconds.on(device, meter_for(device)).unwatched_in(self.plan)
+        seconds += unwatched_seconds(self.plan)
         return max(self.plan.overhead + (seconds - _seconds_in_segments(self.plan)) / self.plan.chain.step_seconds, 0.0)
 
     @property

@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ShortageError, TrialError
-from lightning_rotor.memory.budget import Budget
-from lightning_rotor.memory.devices import usable_bytes
+from lightning_rotor.memory.budget import Budget, usable_bytes
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,
     gradient_bytes,

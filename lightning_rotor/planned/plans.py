@@ -42,7 +42,7 @@ from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.meters import MeasuringProgress
+from lightning_rotor.profiling.meters import measuring_progress
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -288,7 +288,7 @@ class Plans:
         """Measure a call, again if it was measured before."""
         self._source.before_measuring()
         start = time.perf_counter()
-        with MeasuringProgress(enabled=self._settings.show_progress) as progress:
+        with measuring_progress(enabled=self._settings.show_progress) as progress:
             profile = profile_chain(
                 signature.cut.stages, value, progress=progress, compiled=self._compiled, in_lockstep=self.together
             )

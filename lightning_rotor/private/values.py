@@ -100,7 +100,7 @@ def watch_containers(value: Any) -> Callable[[], bool]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nesting that torch's pytree knows. ``walk_tensors`` also looks into other mappings and sets."""
+    """The tensors in a nesting that torch's pytree knows."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 

@@ -1,10 +1,10 @@
 """Measuring: what each stage of a chain costs, and what a whole step allocates.
 
-In: stages and a sample. Out: a chain of costs. Read ``chain``, then ``scan``, ``settling`` and ``stage``; ``estimates``
+In: stages and a sample. Out: a chain of costs. Read ``chain``, then ``scan``, ``stage`` and ``seconds``; ``estimates``
 does the same without a device.
 """
 
 from lightning_rotor.profiling.chain import Profile, profile_chain
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, StepMeter, StepTrace, meter_for
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, Recording, StepMeter, meter_for
 
-__all__ = ["CpuMeter", "CudaMeter", "Meter", "Profile", "StepMeter", "StepTrace", "meter_for", "profile_chain"]
+__all__ = ["CpuMeter", "CudaMeter", "Meter", "Profile", "Recording", "StepMeter", "meter_for", "profile_chain"]

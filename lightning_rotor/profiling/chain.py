@@ -20,10 +20,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -33,24 +32,30 @@ from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.guards import Copies
-from lightning_rotor.chain import Chain, StageCost
+from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
-from lightning_rotor.private.sharding import gathered, units_in
+from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
 from lightning_rotor.private.values import require_tensors, tensors_in
-from lightning_rotor.profiling.gradients import Layouts, StageEnds, layouts_from
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
-from lightning_rotor.profiling.settling import HostSeconds, Interlude, MeasuredStage, with_units
-from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
-from lightning_rotor.profiling.variants import KnownSeconds, lost_inverse, measure
+from lightning_rotor.profiling.seconds import SAVED_TENSOR, Interlude, StageSeconds, measure, segment_seconds
+from lightning_rotor.profiling.stage import (
+    WORTH_MENTIONING_BYTES,
+    Layouts,
+    StageEnds,
+    StageMeasurement,
+    StageProfiler,
+    layouts_from,
+)
+from lightning_rotor.profiling.variants import with_inverse, with_variants
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.sequential import Stage, unpacked, wiring_of
+from lightning_rotor.stages.sequential import Stage, is_invertible, unpacked, wiring_of
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------- Parameters that several stages share: the engine sums their gradients before it hands them on.
@@ -171,6 +176,46 @@ def profile_chain(
     return profile
 
 
+@dataclass(slots=True, eq=False)
+class _MeasuredStage:
+    """A stage in its chain, and what measuring has found with gradients that lay as ``layouts`` says."""
+
+    profiler: StageProfiler  # it can measure wherever there is an input; its boundary is empty
+    identity: tuple[Any, ...]  # equal ones cost the same, for all that can be told before a run
+    way: Way | None  # how it is inverted; None if it cannot be
+    objection: str  # why it cannot be, or not by its own backward
+    found: StageMeasurement = field(init=False)
+    layouts: Layouts = ()
+
+    def gradient_bytes(self, skip: int) -> int:
+        """Bytes that the gradient which it leaves for a skip with this number keeps alive."""
+        return self.found.gradients.skip_bytes.get(self.profiler.ends.skips.index(skip), 0)
+
+    def key(self, layouts: Layouts) -> tuple[Any, ...]:
+        """All that its measurement depends on, as a key."""
+        profiler, way = self.profiler, self.way
+        runs = profiler.last, profiler.recomputable, len(profiler.state.remembered), way and way.fused
+        return self.identity, profiler.ends, layouts, runs
+
+    def cost(self, waiting_gradient_bytes: int) -> StageCost:
+        """Its costs in the chain, with skips by their numbers there."""
+        found, profiler, skips = self.found, self.profiler, self.profiler.ends.skips
+        options = (
+            replace(option, saved_skips=tuple(sorted(skips[place] for place in option.saved_skips)))
+            for option in found.cost.options
+        )
+        return replace(
+            found.cost,
+            name=profiler.stage.name,
+            options=tuple(options),
+            draws_random=profiler.generators is not None,
+            state_bytes=profiler.state.remembered_bytes(profiler.meter.block_bytes),
+            not_inverted=found.cost.not_inverted or self.objection,
+            skip_gradient_bytes=found.gradients.given_bytes if skips else None,
+            waiting_gradient_bytes=waiting_gradient_bytes,
+        )
+
+
 class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
@@ -184,14 +229,14 @@ class _Measuring:
         self._inputs = {number: Boundary.of(value) for number, value in values}
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
         self._interlude = Interlude(self._device)
-        self._host = HostSeconds.on(self._device, meter)
+        self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
-        self._seconds = KnownSeconds()
+        self._seconds: dict[Any, tuple[StageSeconds, ...]] = {}
         self._known: dict[Any, StageMeasurement] = {}
         self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
-        self._chain: list[MeasuredStage] = []
+        self._chain: list[_MeasuredStage] = []
 
     def measure(self, progress: Progress | None) -> None:
         """Measure all stages, and those again whose gradients other stages leave otherwise than supposed."""
@@ -216,7 +261,7 @@ class _Measuring:
         stage, layouts = self._chain[number], self._given(number)
         return layouts == stage.layouts or self._find(stage, layouts, boundary)
 
-    def _find(self, stage: MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
+    def _find(self, stage: _MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
         """Measure a stage, those that look the same once; False if it has to, and there is no boundary."""
         key = stage.key(layouts)
         if key not in self._known:
@@ -226,21 +271,28 @@ class _Measuring:
         stage.found, stage.layouts = self._known[key], layouts
         return True
 
-    def _measured(self, stage: MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
+    def _measured(self, stage: _MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
         """Costs of a stage under all its options."""
         units = units_in(profiler.stage.modules)
-        with ExitStack() as stack:
-            start = self._meter.now()
-            stack.enter_context(gathered(units))
-            gathering_seconds = self._meter.seconds_between(start, self._meter.now()) if units else 0.0
-            before = stack.enter_context(kept_attributes(profiler.stage, keep_parameters=False))
-            stack.enter_context(lent_buffers(profiler.stage))
-            stack.enter_context(kept_parameters(profiler.stage, profiler.state.written))
+        with (
+            gathered(units),
+            kept_attributes(profiler.stage, keep_parameters=False) as before,
+            lent_buffers(profiler.stage),
+            kept_parameters(profiler.stage, profiler.state.written),
+        ):
             profiler = replace(profiler, before=before)
+            found = measure(profiler)
             if units:  # a variant would be compiled together with what gathers the parameters
-                return with_units(profiler.measure(), units, gathering_seconds)
-            found = measure(profiler, self._compiled, stage.way, kin=stage.kin, seconds=self._seconds)
-            return self._host.of(found, profiler.state, self._meter, self._interlude)
+                return replace(found, cost=_with_units(found.cost, units))
+            if profiler.is_compiled:
+                kin = _identity(profiler.stage, self._compiled, with_numbers=False), profiler.boundary.signature
+                found = with_variants(profiler, found, self._compiled, kin, self._seconds)
+            if stage.way is not None:
+                found = with_inverse(replace(profiler, way=stage.way), found)
+            packing_seconds = found.cost.keep.saved_tensors * SAVED_TENSOR * self._segment_seconds
+            return replace(
+                found, cost=replace(found.cost, discard_seconds=found.cost.discard_seconds + packing_seconds)
+            )
 
     def _given(self, number: int) -> Layouts:
         """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
@@ -259,7 +311,7 @@ class _Measuring:
                     left[place] = reader, layout
         return layouts_from(left)
 
-    def _unmeasured(self, number: int, boundary: Boundary) -> MeasuredStage:
+    def _unmeasured(self, number: int, boundary: Boundary) -> _MeasuredStage:
         """All that is known of a stage before it is measured."""
         stage, behaviour = self.stages[number], self.behaviours[number]
         state = replace(state_of(stage, behaviour.updating, self._scratch), written=behaviour.written)
@@ -275,10 +327,9 @@ class _Measuring:
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
             **self._how_often,
         )
-        return MeasuredStage(
+        return _MeasuredStage(
             profiler,
             (_identity(stage, self._compiled), boundary.signature),
-            (_identity(stage, self._compiled, with_numbers=False), boundary.signature),
             *_way(number, stage, boundary, draws_random=behaviour.draws_random, state=state),
         )
 
@@ -286,10 +337,10 @@ class _Measuring:
         """The chain as measured, and what runs it."""
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
         chain = Chain(
-            tuple(map(MeasuredStage.cost, self._chain, waiting)),
+            tuple(map(_MeasuredStage.cost, self._chain, waiting)),
             input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
-            segment_seconds=self._host.segment,
+            segment_seconds=self._segment_seconds,
             device=str(self._device),
             skips=tuple(
                 replace(skip, gradient_bytes=tuple(self._chain[use].gradient_bytes(number) for use in skip.uses))
@@ -308,7 +359,7 @@ def _way(
     """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
-        return None, lost_inverse(stage)
+        return None, _lost_inverse(stage)
     if units_in(stage.modules):
         return None, "its parameters are gathered for its forward alone"
     if not number:
@@ -317,6 +368,53 @@ def _way(
     if against_inverse:
         return None, against_inverse
     return Way(stage, can_be_fused(module) and not against_fused, draws_random, state), against_fused
+
+
+def _lost_inverse(stage: Stage) -> str:
+    """Why inverses inside of a stage that has none itself are of no use; empty if there are none."""
+    kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
+    if not kinds:
+        return ""
+    return f"{', '.join(kinds)} is but a part of it"
+
+
+# -------------------------------------------------------------------- What FSDP units in a stage cost beyond the stage.
+
+
+def _with_units(cost: StageCost, units: Sequence[Unit]) -> StageCost:
+    """Costs with what FSDP units take and leave. Those inside of one another count as if all were there at once."""
+    sizes = sum((unit.sizes for unit in units), UnitSizes())
+    if not sizes.gathered_bytes:
+        return cost
+    discard_peak_bytes = cost.discard_peak_bytes + 2 * sizes.gathered_bytes
+    return replace(cost, discard_peak_bytes=discard_peak_bytes, options=(_keep_with_units(cost.keep, sizes),))
+
+
+def _keep_with_units(option: Option, sizes: UnitSizes) -> Option:
+    gathered = sizes.gathered_bytes
+    left_bytes = option.parameter_gradient_bytes - min(option.parameter_gradient_bytes, sizes.gradient_bytes)
+    # When the gradients are complete, parameters and saved tensors go, then the gradients are copied into a message,
+    # whose shard comes back.
+    sent_bytes = option.input_gradient_bytes + option.parameter_gradient_bytes + sizes.reduced_bytes
+    sent_bytes += max(0, sizes.shard_bytes - sizes.gradient_bytes) - option.saved_bytes
+
+    def backward(peak_bytes: int) -> int:
+        return max(peak_bytes + gathered, sent_bytes)
+
+    return replace(
+        option,
+        forward_peak_bytes=option.forward_peak_bytes + 2 * gathered,
+        # The last stage of a segment is recomputed in its backward, which has gathered it already, so its replay takes
+        # no more.
+        unpack_peak_bytes=option.unpack_peak_bytes + 2 * gathered,
+        unpack_bytes=option.unpack_bytes + gathered,
+        backward_peak_bytes=backward(option.backward_peak_bytes),
+        backward_segment_peak_bytes=backward(option.backward_segment_peak_bytes),
+        backward_held_peak_bytes=backward(option.backward_held_peak_bytes),
+        backward_replayed_peak_bytes=None,
+        accumulating=None,  # gradients pile up until they are sent, whatever is there from before
+        parameter_gradient_bytes=left_bytes + sizes.shard_bytes,
+    )
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings
@@ -399,9 +497,7 @@ def profile_over(
     stages: Sequence[Stage], chain: Chain, *, group_sizes: Sequence[int], remembered: Sequence[Sequence[int]]
 ) -> Profile:
     """Known costs over the unmerged stages of a cut; raises ValueError if others were measured."""
-    starts = [0]
-    for size in group_sizes:
-        starts.append(starts[-1] + size)
+    starts = [0, *accumulate(group_sizes)]
     if starts[-1] != len(stages) or len(chain) != len(starts) - 1:
         raise ValueError("the costs are of other stages than the model has")
     if any(len(cost.options) > 1 for cost in chain):

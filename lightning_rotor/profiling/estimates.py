@@ -287,10 +287,7 @@ def arguments(
 
 @contextmanager
 def _fused_as_on_cuda() -> Iterator[None]:
-    """Context in which operators on the CPU save for their backward what those of a GPU do.
-
-    It acts at the dispatcher, so that it also holds where a backward recomputes, which no mode for functions sees.
-    """
+    """Context in which operators on the CPU save for their backward what a GPU's do, also where one recomputes."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")

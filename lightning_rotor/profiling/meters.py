@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from lightning_rotor.errors import ProfilerBusyError, ProfilingError
 from lightning_rotor.private.torch_names import allocation_of, is_profiling
 from lightning_rotor.units import BLOCK_BYTES
 
-_MARK = "lightning_rotor::"
+_MARK, _KINETO = "lightning_rotor::", "KINETO_LOG_LEVEL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +50,20 @@ class MeteredPhase:
 
 
 class Recording:
-    """Bytes above its start, cut into phases by marks. Meters of other devices count in other ways."""
+    """Bytes above its start, cut into phases by marks. Meters of other devices count in other ways.
+
+    Attributes:
+        phases: From each mark to the next.
+        timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives peaks alone.
+        end_bytes: Level now; negative if more was freed than allocated.
+        reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included.
+    """
 
     def __init__(self) -> None:
         self.phases: list[MeteredPhase] = []
-        self.timeline: list[tuple[float, int]] = []  # seconds and levels, where they are known
-        self._label, self._start, self._peak, self.level = "", 0, 0, 0
+        self.timeline: list[tuple[float, int]] = []
+        self.reserved_bytes: int | None = None
+        self._label, self._start, self._peak, self.end_bytes = "", 0, 0, 0
 
     def start(self) -> None:
         """Begin."""
@@ -66,19 +74,24 @@ class Recording:
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self.phases.append(MeteredPhase(self._label, self._start, self._peak, self.level))
-        self._label, self._start, self._peak = label, self.level, self.level
+        self.phases.append(MeteredPhase(self._label, self._start, self._peak, self.end_bytes))
+        self._label, self._start, self._peak = label, self.end_bytes, self.end_bytes
 
     def count(self, size_bytes: int) -> None:
         """Add a block that was taken, or given back if its size is negative."""
-        self.level += size_bytes
-        self._peak = max(self._peak, self.level)
+        self.end_bytes += size_bytes
+        self._peak = max(self._peak, self.end_bytes)
 
     def first(self, label: str) -> MeteredPhase:
         """The first phase with this label."""
         return next(phase for phase in self.phases if phase.label == label)
 
-    def peak_bytes(self, begin: str, end: str) -> int:
+    @property
+    def peak_bytes(self) -> int:
+        """Highest level."""
+        return max(phase.peak_bytes for phase in self.phases)
+
+    def peak_between(self, begin: str, end: str) -> int:
         """The highest level from the first mark ``begin`` up to the first mark ``end``; 0 without such marks."""
         labels = [phase.label for phase in self.phases]
         if begin not in labels:
@@ -135,19 +148,6 @@ def meter_for(device: torch.device) -> Meter:
             raise ProfilingError(f"memory on device {kind!r} cannot be measured: expected the model on 'cpu' or 'cuda'")
 
 
-@contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Context in which the profiler's library does not write two lines to stderr at its first start."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        yield
-    finally:
-        os.environ.pop("KINETO_LOG_LEVEL", None)
-
-
 class CpuMeter(Meter):
     """Bytes from the allocator's events, seconds from the performance counter."""
 
@@ -200,8 +200,11 @@ class _CpuRecording(Recording):
                 "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
                 "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
             )
-        with _quiet_kineto():
-            self._log.__enter__()
+        is_set = _KINETO in os.environ
+        os.environ.setdefault(_KINETO, "99")  # the profiler's library writes two lines to stderr at its first start
+        self._log.__enter__()
+        if not is_set:
+            del os.environ[_KINETO]
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
@@ -223,7 +226,7 @@ class _CpuRecording(Recording):
             elif not self._of_step:  # older blocks may be garbage cycles
                 size_bytes = -own.pop(block.ptr, 0)
             self.count(size_bytes)
-            self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.level))
+            self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.end_bytes))
         super().mark("")
 
 
@@ -266,10 +269,11 @@ class _CudaRecording(Recording):
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
         peak = torch.cuda.max_memory_allocated(self._device) - self._base
-        self.level = torch.cuda.memory_allocated(self._device) - self._base
+        self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+        self.end_bytes = torch.cuda.memory_allocated(self._device) - self._base
         seen = not self._of_step or peak > self._highest
         self._highest = max(self._highest, peak)
-        self._peak = max(self._start, self.level, peak if seen else self.level)
+        self._peak = max(self._start, self.end_bytes, peak if seen else self.end_bytes)
         super().mark(label)
         if not self._of_step:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -286,26 +290,6 @@ def await_autograd(device: torch.device) -> None:
 
 END = "end"
 """Label of the phase behind the backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTrace:
-    """Memory between :meth:`StepMeter.start` and :meth:`StepMeter.stop`.
-
-    Attributes:
-        peak_bytes: Highest level above that at the start.
-        end_bytes: Level at the end above that at the start; negative if more was freed than allocated.
-        reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included; None on
-            the CPU.
-        timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives peaks alone.
-        phases: From each :meth:`StepMeter.lap` to the next, by its label.
-    """
-
-    peak_bytes: int
-    end_bytes: int
-    timeline: tuple[tuple[float, int], ...]
-    reserved_bytes: int | None = None
-    phases: tuple[MeteredPhase, ...] = ()
 
 
 class StepMeter:
@@ -327,7 +311,7 @@ class StepMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._meter = device, meter_for(device)
+        self._meter = meter_for(device)
         self._recording: Recording | None = None
 
     def start(self) -> None:
@@ -341,16 +325,13 @@ class StepMeter:
         if self._recording is not None:
             self._recording.mark(label)
 
-    def stop(self) -> StepTrace:
+    def stop(self) -> Recording:
         """End and return what was measured."""
         recording, self._recording = self._recording, None
         if recording is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
-        reserved_bytes = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else None
         recording.stop()
-        peak_bytes = max(phase.peak_bytes for phase in recording.phases)
-        timeline, phases = tuple(recording.timeline), tuple(recording.phases)
-        return StepTrace(peak_bytes, recording.level, timeline, reserved_bytes, phases)
+        return recording
 
 
 # ------------------------------------- A progress bar for measuring, which stays out of sight while measuring is quick.
@@ -359,33 +340,25 @@ class StepMeter:
 _LONG_SECONDS = 2.0
 
 
-class MeasuringProgress:
-    """Shows how many stages are measured once that takes long, on the error stream by default, until the end."""
+@contextmanager
+def measuring_progress(
+    *, enabled: bool = True, clock: Callable[[], float] = time.monotonic, console: Console | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """Show how many stages are measured once that takes long, on the error stream by default, until the end."""
+    started, shown = clock(), ExitStack()
+    bar: Progress | None = None
 
-    def __init__(
-        self, *, enabled: bool = True, clock: Callable[[], float] = time.monotonic, console: Console | None = None
-    ) -> None:
-        self._enabled, self._clock, self._console = enabled, clock, console or Console(stderr=True)
-        self._started = 0.0
-        self._bar: Progress | None = None
-
-    def __enter__(self) -> MeasuringProgress:
-        self._started = self._clock()
-        return self
-
-    def __call__(self, done: int, total: int) -> None:
-        """Note that ``done`` of ``total`` stages are measured."""
-        if self._enabled and self._bar is None and self._clock() - self._started >= _LONG_SECONDS:
-            self._bar = Progress(console=self._console, transient=True)
-            self._bar.add_task("measuring stages", total=total)
+    def show(done: int, total: int) -> None:
+        nonlocal bar, enabled
+        if enabled and bar is None and clock() - started >= _LONG_SECONDS:
+            bar = Progress(console=console or Console(stderr=True), transient=True)
+            bar.add_task("measuring stages", total=total)
             try:
-                self._bar.start()
+                shown.enter_context(bar)
             except LiveError:  # another live display, such as the trainer's own bar, has the terminal
-                self._enabled, self._bar = False, None
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+                enabled, bar = False, None
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done, total=total)
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    with shown:
+        yield show

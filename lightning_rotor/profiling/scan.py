@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -147,8 +147,7 @@ class Storage:
     in_output: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Behaviour:
+class Behaviour(NamedTuple):
     """What the runs of a stage, or of several in a row, showed."""
 
     draws_random: bool  # random numbers were drawn, or could be in some step
@@ -161,14 +160,8 @@ class Behaviour:
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
         """That of stages in a row."""
-        return cls(
-            any(one.draws_random for one in each),
-            all(one.repeatable for one in each),
-            any(one.leaves_traces for one in each),
-            any(one.calls_checkpoint for one in each),
-            tuple(module for one in each for module in one.updating),
-            tuple(parameter for one in each for parameter in one.written),
-        )
+        draws, repeatable, traces, checkpoints, updating, written = zip(*each, strict=True)
+        return cls(any(draws), all(repeatable), any(traces), any(checkpoints), sum(updating, ()), sum(written, ()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

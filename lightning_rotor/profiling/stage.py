@@ -1,4 +1,4 @@
-"""Measuring one stage: bytes from one run each per case, seconds from several.
+"""Bytes of one stage: what its forward and backward take, what it is given, and what it leaves.
 
 Every run owns a fresh copy of the stage's input, and a node makes the gradient of the output on the spot. So everything
 dies as in training: the gradient after the first operator that reads it, the input with the last saved tensor that
@@ -7,8 +7,9 @@ needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -19,44 +20,161 @@ from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
-from lightning_rotor.execution.isolated import lent_buffers
 from lightning_rotor.execution.passes import buffers_of, run_stage
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_leaves
-from lightning_rotor.profiling.gradients import (
-    Gradients,
-    Layout,
-    Layouts,
-    Memories,
-    StageEnds,
-    ending,
-    layouts_of,
-    learning,
-    lying,
-    memories_elsewhere,
-    memory_bytes,
-)
+from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_leaves
 from lightning_rotor.profiling.meters import Meter, Recording
-from lightning_rotor.profiling.scan import NOTHING, Boundary
+from lightning_rotor.profiling.scan import NOTHING, Boundary, Scan
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.units import in_blocks
 
-# ---------------------------------------------------------- How often to time a run, and what to take for its duration.
+# -------------------------------- Where a stage meets the rest of its chain: which storages it takes and leaves behind.
 
 
-_ENOUGH_SECONDS = 0.5
-"""Seconds in which the noise of a busy machine evens out."""
-_SHORT_SECONDS = 0.01
-"""Seconds so few that one interruption decides what a few runs take."""
-_MORE = 3
+@dataclass(frozen=True, slots=True)
+class StageEnds:
+    """Which storages a stage takes and leaves behind: skips by their places in ``skips``, None for its link.
+
+    Measurements speak of places, so that they serve all stages with equal ends.
+    """
+
+    skips: tuple[int, ...] = field(compare=False)
+    inputs: tuple[int | None, ...]  # of each leaf
+    outputs: tuple[int | None, ...]
+    passed: tuple[bool, ...]  # for each leaf of the input, True if it is a skip that a later stage reads
+    link_bytes: int
+    made_bytes: tuple[int, ...]  # of each skip that it makes, 0 for others
+
+    @classmethod
+    def of(cls, stage: Stage, number: int, scan: Scan) -> StageEnds:
+        """The ends of the stage with this number among the merged ones."""
+        taken = [storage for read in stage.reads for storage in scan.storages[read]]
+        given = [storage for write in stage.writes for storage in scan.storages[write]]
+        own = dict.fromkeys(each for each in (*taken, *given) if each is not None and each in scan.skips)
+        places = {storage: place for place, storage in enumerate(own)}
+        later = {each for each in own if scan.skips[each].in_output or scan.skips[each].last_use > number}
+        made = {each for each in given if each is not None and each.born in scan.groups[number]}
+        return cls(
+            tuple(map(list(scan.skips).index, own)),
+            tuple(None if storage is None else places.get(storage) for storage in taken),
+            tuple(None if storage is None else places.get(storage) for storage in given),
+            tuple(storage in later for storage in taken),
+            sum(storage.size_bytes for storage in made if storage not in own),
+            tuple(storage.size_bytes if storage in made else 0 for storage in own),
+        )
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The middle of the faster half, for interruptions never make a run faster."""
-    return max(sorted(seconds)[len(seconds) // 4], 0.0)
+Memories: TypeAlias = dict[int, torch.Tensor]
+"""Storages, as flat tensors, by their numbers in some :class:`Layouts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a gradient lies in its memory, ``memory`` by number: plainly, as a slice, expanded or in another order.
+
+    It ``counts_elsewhere`` if an earlier stage's skip has a gradient in the same memory, which keeps it alive.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    storage_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    memory: int = 0
+    is_plain: bool = False
+    counts_elsewhere: bool = False
+
+    @classmethod
+    def like(cls, tensor: torch.Tensor, memory: int) -> Layout:
+        """The layout of a gradient that lies like its tensor, in memory of its own."""
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        size = meta.untyped_storage().nbytes()
+        return cls(tensor.shape, tensor.stride(), 0, size, tensor.dtype, tensor.device, memory, is_plain=True)
+
+    def new_memory(self) -> torch.Tensor:
+        """New memory for it, of ones: uninitialized memory may hold denormals, whose arithmetic is slow."""
+        return torch.ones(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
+
+    def ones(self, memories: Memories) -> torch.Tensor:
+        """A tensor that lies like this in its memory, which is added to ``memories`` if it is missing."""
+        if self.memory not in memories:
+            memories[self.memory] = self.new_memory()
+        return memories[self.memory].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+
+Layouts: TypeAlias = tuple[tuple[int, Layout], ...]
+"""How gradients lie, by key: a skip's place, or ``~n`` for the link's tensor n. Others lie like their tensors."""
+
+
+def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
+    """How the gradients of a stage lie, by key, from the numbers of the readers that leave them and their layouts."""
+    readers = Counter((reader, layout.memory) for reader, layout in left.values())
+    owned = {(reader, layout.memory) for reader, layout in left.values() if not layout.counts_elsewhere}
+    numbers: dict[tuple[int, int], int] = {}
+    found = []
+    for key, (reader, layout) in sorted(left.items()):
+        memory = reader, layout.memory
+        if layout.counts_elsewhere or not layout.is_plain or readers[memory] > 1:
+            number = numbers.setdefault(memory, len(numbers))
+            elsewhere = layout.counts_elsewhere and memory not in owned
+            found.append((key, replace(layout, memory=number, counts_elsewhere=elsewhere)))
+    return tuple(found)
+
+
+def memories_elsewhere(layouts: Layouts) -> Memories:
+    """New memory for gradients that are counted elsewhere, so that it is not counted here."""
+    return {layout.memory: layout.new_memory() for _, layout in layouts if layout.counts_elsewhere}
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What a backward leaves."""
+
+    link_bytes: int = 0  # gradients of its link
+    skip_bytes: Mapping[int, int] = field(default_factory=dict)  # by place: all of a slice, 0 if another counts it
+    layouts: Mapping[int, Layout] = field(default_factory=dict)  # by key, without skips that several tensors show
+    parameter_bytes: int = 0  # gradients of parameters
+    given_bytes: int = 0  # gradients of skips that it was given, as far as its peaks count them
+
+
+def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -> list[Layout]:
+    """How gradients of a stage's inputs lie, given with the keys and strides of the inputs."""
+    # What several share counts for the skip that was made first, whose gradient is needed longest.
+    owners: dict[int, int] = {}
+    for key, _, gradient in gradients:
+        if key >= 0 and (address := address_of(gradient)):
+            owners[address] = min(key, owners.get(address, key))
+    return [
+        Layout(
+            gradient.shape,
+            gradient.stride(),
+            int(gradient.storage_offset()),
+            gradient.untyped_storage().nbytes(),
+            gradient.dtype,
+            gradient.device,
+            address_of(gradient),
+            # Strides of dimensions of size 1 say nothing.
+            gradient.untyped_storage().nbytes() == gradient.nbytes
+            and all(
+                n == 1 or one == two for n, one, two in zip(gradient.shape, gradient.stride(), stride, strict=True)
+            ),
+            owners.get(address_of(gradient), key) != key,
+        )
+        for key, stride, gradient in gradients
+    ]
+
+
+def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
+    """Bytes of the distinct memories under some gradients, as far as they do not count elsewhere."""
+    sizes = {each.memory: 0 if each.counts_elsewhere else each.storage_bytes for each in layouts}
+    return sum(in_blocks(size, block_bytes) for size in sizes.values())
+
+
+# ------------------------------------------------------------------------- Running a stage while a meter looks on.
 
 
 WORTH_MENTIONING_BYTES = 1024
@@ -73,24 +191,6 @@ class StageMeasurement:
     gradients: Gradients
 
 
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """Seconds of a forward, of its part up to the last saved tensor, and of a backward."""
-
-    forward: float = 0.0
-    replay: float = 0.0
-    backward: float = 0.0
-
-    def of(self, cost: StageCost) -> StageCost:
-        """The costs of a stage that takes so long."""
-        keep = replace(
-            cost.keep, forward_seconds=self.forward, replay_seconds=self.replay, backward_seconds=self.backward
-        )
-        # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan would
-        # recompute for nothing.
-        return replace(cost, options=(keep,), discard_seconds=self.forward)
-
-
 class _Saves:
     """What autograd saves in a run (a stage may differentiate in its forward), and when its own backward reads it."""
 
@@ -104,44 +204,45 @@ class _Saves:
         self._stage, self._gives_up = stage, gives_up
 
     def pack(self, tensor: torch.Tensor) -> list[Any]:
-        """The saved tensor with its version and its maker."""
+        """The saved tensor with its version."""
         self.count += 1
         self.addresses.add(address_of(tensor))
         self.recording.mark(f"save {self.count}")
-        return [tensor, version_of(tensor), _maker(tensor)]
+        return [tensor, version_of(tensor)]
 
     def unpack(self, packed: list[Any]) -> torch.Tensor:
         """The saved tensor, if it is unchanged."""
         tensor: torch.Tensor
-        tensor, version, maker = packed
+        tensor, version = packed
         if self.is_over and self._gives_up:  # as a checkpoint does with what it has recomputed
             packed.clear()
         self.read += self.is_over
         if self.is_over and self.read == 1:
             self.recording.mark("unpack")
-        if version_of(tensor) != version:
-            raise _spoilt(self._stage, tensor, maker)
+        if version_of(tensor) != version:  # autograd does not compare those of what a hook has packed
+            changer = f", changed by {tensor.grad_fn.name().removesuffix('Backward0')}" if tensor.grad_fn else ""
+            raise ModelError(
+                f"stage {self._stage!r} changes a tensor in place that its backward needs as it was (shape "
+                f"{tuple(tensor.shape)}{changer}): plain training fails here, too, but a recomputation "
+                "would give wrong gradients. Expected an operation that is not in place"
+            )
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
 class StageProfiler:
-    """Measures one stage at one boundary, whose output the caller holds during the backward if it is the last.
-
-    ``in_lockstep`` other processes measure the same stage and wait, so neither times nor batch sizes may decide how
-    often it runs.
-    """
+    """Measures one stage at one boundary."""
 
     stage: Stage
     ends: StageEnds
     state: SegmentState  # what a recomputation must leave alone
-    last: bool
+    last: bool  # the caller holds its output during the backward
     recomputable: bool  # it may run as a segment
     generators: GeneratorStates | None  # where every run of a stage that may draw starts
     meter: Meter
-    repeats: int
+    repeats: int  # of timed runs
     interlude: Callable[[], None]  # called before each timed run
-    in_lockstep: bool
+    in_lockstep: bool  # other processes measure it now and wait, so neither times nor sizes may decide what runs
     boundary: Boundary = NOTHING
     layouts: Layouts = ()  # how later stages leave the gradients that it is given
     before: Snapshot | None = None  # what user code can reach where every run starts
@@ -149,18 +250,24 @@ class StageProfiler:
     option: int = 0
     way: Way | None = None  # how it is inverted
 
-    def measure(self, *, timed: bool = True) -> StageMeasurement:
-        """Bytes and seconds of the stage."""
-        # A compiler may compile the backward only when it is first asked for.
-        if self.meter.needs_warm_up or any(is_compiled(module) for _, module in self.stage.submodules()):
+    @property
+    def is_compiled(self) -> bool:
+        """True if the user compiled the stage or a part of it."""
+        return any(is_compiled(module) for _, module in self.stage.submodules())
+
+    def warm_up(self) -> None:
+        """Run once if first runs differ. A compiler may compile the backward only when it is first asked for."""
+        if self.meter.needs_warm_up or self.is_compiled:
             self.recorded_run(hold_input=False, hold_output=False)
-        seconds = seconds_by_turns([self])[0] if timed else StageSeconds()
+
+    def measure(self) -> StageMeasurement:
+        """Bytes of the stage, when it has run before."""
         found = self._bytes()
         keep = found.cost.keep
         if self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes:
             again = replace(self, gradients_exist=True)._bytes().cost.keep
             keep = replace(keep, accumulating=again.backward_peaks(gradients_exist=False))
-        return replace(found, cost=seconds.of(replace(found.cost, options=(keep,))))
+        return replace(found, cost=replace(found.cost, options=(keep,)))
 
     def _bytes(self) -> StageMeasurement:
         """Bytes, from a run for each case that differs."""
@@ -259,19 +366,19 @@ class StageProfiler:
         saved_made = sum(self.ends.made_bytes[place] for place in saves.skips)
         kept = link_bytes + made_bytes - saved_made - recording.first("drop output").freed_bytes
         saved_output = min(max(kept, 0), link_bytes)
-        replay_peak = recording.peak_bytes("forward", f"save {saves.count}") - start if saves.count else 0
+        replay_peak = recording.peak_between("forward", f"save {saves.count}") - start if saves.count else 0
         buffers = (buffer for *_, buffer in buffers_of(self.state.remembered))
         saved_states = [buffer for buffer in buffers if address_of(buffer) in saves.addresses]
         begun = "unpack" if saves.read else "done"
-        unpack_peak = recording.peak_bytes("backward", begun) - level
-        backward_peak = max(recording.peak_bytes("unpack", "done") - level, 0) if saves.read else unpack_peak
+        unpack_peak = recording.peak_between("backward", begun) - level
+        backward_peak = max(recording.peak_between("unpack", "done") - level, 0) if saves.read else unpack_peak
         return Option(
             name="keep",
             saved_bytes=max(level - lasting_bytes - saved_input - saved_output - saved_made, 0),
             saved_input_bytes=saved_input,
             saved_output_bytes=saved_output,
             saved_tensors=saves.count,
-            forward_peak_bytes=recording.peak_bytes("forward", "root") - start,
+            forward_peak_bytes=recording.peak_between("forward", "root") - start,
             replay_peak_bytes=replay_peak,
             unpack_peak_bytes=unpack_peak,
             unpack_bytes=max(recording.first(begun).start_bytes - level, 0),
@@ -294,20 +401,8 @@ class StageProfiler:
             return run_inverted(self.way, value, source)
         return run_stage(self.stage, value, self.option)
 
-    def timed_enough(self, options: Sequence[Sequence[tuple[float, float]]]) -> bool:
-        """True if each option ran ``repeats`` times, fewer times if its runs are long and more if they are short.
-
-        Where other processes run along, only their number counts.
-        """
-        return all(self._is_timed(sum(map(sum, runs)), len(runs)) for runs in options)
-
-    def _is_timed(self, seconds: float, runs: int) -> bool:
-        if not self.in_lockstep and seconds >= _ENOUGH_SECONDS:
-            return True
-        return runs >= self.repeats * (1 if self.in_lockstep or seconds >= _SHORT_SECONDS else _MORE)
-
     def rewind(self) -> None:
-        """Set the generators, and what user code can reach, to where every run starts."""
+        """Set generators, and what user code can reach, to where every run starts."""
         if self.generators is not None:
             self.generators.restore()
         if self.before is not None:
@@ -336,15 +431,14 @@ class StageProfiler:
         start, level = recording.first("forward").start_bytes, recording.first("backward").start_bytes
         # A segment that saves nothing does not hold its input either.
         pinned_bytes = max(level - start + recording.first("drop input").freed_bytes, 0)
-        recomputed_peak = max(recording.peak_bytes("recomputed", "done") - level, 0)
-        return recording.peak_bytes("forward", "root") - start, pinned_bytes, recomputed_peak
+        recomputed_peak = max(recording.peak_between("recomputed", "done") - level, 0)
+        return recording.peak_between("forward", "root") - start, pinned_bytes, recomputed_peak
 
 
 class StageBackward:
-    """The backward of a stage that has just run, without holding the tensors in between.
+    """The backward of a stage that has just run, given gradients as the profiler's layouts say.
 
-    Gradients are given as the profiler's layouts say, those that are counted elsewhere in the memory ``elsewhere``. The
-    time in which they are made is another stage's in training.
+    It holds no tensor in between. The time in which gradients are made is another stage's in training.
     """
 
     def __init__(self, profiler: StageProfiler, value: Any, output: Any, elsewhere: Memories) -> None:
@@ -435,69 +529,35 @@ class _GradientSource(torch.autograd.Function):
         return None, *ctx.run.given()
 
 
-Enough: TypeAlias = Callable[[Sequence[Sequence[tuple[float, float]]]], bool]
-"""Says of the seconds that each option has taken so far, forward and backward, whether they will do."""
+def learning(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that require gradients, with their keys."""
+    numbers = count()
+    return [
+        (leaf, ~next(numbers) if place is None else place)
+        for leaf, place in zip(leaves, places, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
 
 
-def seconds_by_turns(profilers: Sequence[StageProfiler], enough: Enough | None = None) -> tuple[StageSeconds, ...]:
-    """Comparable seconds of one stage's options, which run by turns, by default until each is timed."""
-    runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
-    while not (enough or profilers[0].timed_enough)(runs):
-        for profiler, each in zip(profilers, runs, strict=True):
-            with lent_buffers(profiler.stage):
-                each.append(timed_run(profiler))
-    return tuple(map(seconds_of, profilers, runs))
+def ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors whose gradients a stage is given, with their keys."""
+    # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
+    handed_on = {id(tensor) for tensor in tensors_in(output)}
+    passed = [
+        (leaf, place)
+        for leaf, place, later in zip(leaves, ends.inputs, ends.passed, strict=True)
+        if later and place is not None and leaf.requires_grad and id(leaf) not in handed_on
+    ]
+    return [*learning(tree_flatten(output)[0], ends.outputs), *passed]
 
 
-def seconds_of(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> StageSeconds:
-    """The typical seconds of timed runs."""
-    forward, backward = map(typical, zip(*runs, strict=True))
-    with lent_buffers(profiler.stage):
-        return StageSeconds(forward, forward * _replayed_part(profiler), backward)
-
-
-def timed_run(profiler: StageProfiler) -> tuple[float, float]:
-    """Seconds of a forward and its backward."""
-    profiler.rewind()
-    value = profiler.boundary.fresh()
-    profiler.interlude()
-    start = profiler.meter.now()
-    output = profiler.run(value)
-    forward = profiler.meter.seconds_between(start, profiler.meter.now())
-    run = StageBackward(profiler, value, output, memories_elsewhere(profiler.layouts))
-    del value, output
-    profiler.interlude()
-    run.gradients()
-    return forward, run.seconds
-
-
-def _replayed_part(profiler: StageProfiler) -> float:
-    """The share of a forward that is over at its last saved tensor, from 0 to 1."""
-    value = profiler.boundary.fresh()
-    times = [profiler.meter.now()]
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        times.append(profiler.meter.now())
-        return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        profiler.run(value)
-    last_save = profiler.meter.seconds_between(times[0], times[-1])
-    total = profiler.meter.seconds_between(times[0], profiler.meter.now())
-    return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
-
-
-def _spoilt(stage: str, tensor: torch.Tensor, maker: str) -> ModelError:
-    """The error of a changed saved tensor. Autograd does not compare versions of what a hook has packed."""
-    changer = _maker(tensor)
-    made, changed = f", made by {maker}" * bool(maker), f", changed by {changer}" * (changer != maker)
-    return ModelError(
-        f"stage {stage!r} changes a tensor in place that its backward needs as it was (shape "
-        f"{tuple(tensor.shape)}{made}{changed}): plain training fails here, too, but a recomputation would give wrong "
-        "gradients. Expected an operation that is not in place"
-    )
-
-
-def _maker(tensor: torch.Tensor) -> str:
-    """Autograd's name of the operation that made or last changed a tensor; empty for a leaf."""
-    return "" if tensor.grad_fn is None else tensor.grad_fn.name().removesuffix("Backward0")
+def lying(ending: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout]:
+    """How each of these gradients lies: as given, or else like its tensor."""
+    tensors = Counter(key for _, key in ending)
+    found = []
+    for number, (leaf, key) in enumerate(ending):
+        layout = layouts.get(key) if tensors[key] == 1 else None
+        if layout is None or layout.shape != leaf.shape:
+            layout = Layout.like(leaf, ~number)
+        found.append(layout)
+    return found

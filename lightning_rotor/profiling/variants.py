@@ -22,52 +22,13 @@ from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
-from lightning_rotor.profiling.stage import (
-    WORTH_MENTIONING_BYTES,
-    StageMeasurement,
-    StageProfiler,
-    StageSeconds,
-    seconds_by_turns,
-)
+from lightning_rotor.profiling.seconds import StageSeconds, seconds_by_turns
+from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.sequential import Stage, is_invertible
 
 _log = logging.getLogger(__name__)
 
 _ROUNDS = 3  # as many times the runs of other stages
-_CHECKS = 2
-_NOISE = 1.25  # of so few runs
-
-
-class KnownSeconds:
-    """Seconds of options by ``kin`` of stages: timed one by one, equal stages differ by chance, and so would plans."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[StageSeconds, ...]] = {}
-
-    def of(self, kin: Any, profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
-        """Known seconds of a stage that looked alike unless a few runs contradict them, otherwise newly timed ones."""
-        # Where other processes run along, times must not decide what is run.
-        if (known := self._known.get(kin)) and len(known) == len(profilers) and not profilers[0].in_lockstep:
-            now = _total(seconds_by_turns(profilers, lambda runs: len(runs[0]) >= _CHECKS))
-            if max(now, _total(known)) <= _NOISE * min(now, _total(known)):
-                return known
-        patient = replace(profilers[0], repeats=_ROUNDS * profilers[0].repeats)
-        self._known[kin] = seconds_by_turns(profilers, patient.timed_enough)
-        return self._known[kin]
-
-
-def measure(
-    profiler: StageProfiler, compiled: CompiledModules, way: Way | None, *, kin: Any, seconds: KnownSeconds
-) -> StageMeasurement:
-    """Measure a stage under all its options; ``seconds`` are known for equal ``kin``."""
-    found = _with_variants(profiler, compiled, kin, seconds)
-    if way is None:
-        return found
-    option = objection(profiler, found.cost) or _inverted(replace(profiler, way=way), way, found.cost)
-    if isinstance(option, str):
-        return replace(found, cost=replace(found.cost, not_inverted=option))
-    return replace(found, cost=_joined(found.cost, [option]))
 
 
 def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
@@ -80,12 +41,18 @@ def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
 # -------------------------------------------------------------------- Variants that a compiler made.
 
 
-def _with_variants(
-    profiler: StageProfiler, compiled: CompiledModules, kin: Any, seconds: KnownSeconds
+def with_variants(
+    profiler: StageProfiler,
+    alone: StageMeasurement,
+    compiled: CompiledModules,
+    kin: Any,
+    known: dict[Any, tuple[StageSeconds, ...]],
 ) -> StageMeasurement:
-    """Costs of a stage with its variants, if the user compiled it."""
+    """Costs of a compiled stage with its variants, whose seconds are ``known`` for stages of equal ``kin`` and sizes.
+
+    Timed one by one, equal stages differ by chance, and so would plans.
+    """
     name = profiler.stage.name
-    alone = profiler.measure()
     try:
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
@@ -109,8 +76,12 @@ def _with_variants(
     )
     if not names:
         return alone
-    taken = seconds.of((kin, names), [profiler, *(others[name] for name in names)])
-    cost, *costs = map(StageSeconds.of, taken, [alone.cost, *(found[name] for name in names)])
+    all_costs = [alone.cost, *(found[name] for name in names)]
+    key = kin, names, tuple(map(_sizes, all_costs))
+    if key not in known:
+        timed = [profiler, *(others[name] for name in names)]
+        known[key] = seconds_by_turns([replace(each, repeats=_ROUNDS * each.repeats) for each in timed])
+    cost, *costs = map(StageSeconds.of, known[key], all_costs)
     more = zip(names, costs, strict=True)
     options = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in more)
     return replace(alone, cost=_joined(cost, options))
@@ -123,7 +94,7 @@ def _measured(profiler: StageProfiler, expected: _Outcome, alone: StageMeasureme
         if not _agree(outcome, expected, exact=exact):
             return f"outputs, gradients or buffers differ {'in bits' if exact else 'by more than rounding'}"
         with lent_buffers(profiler.stage):  # the next variant starts from the same ones
-            measurement = profiler.measure(timed=False)
+            measurement = profiler.measure()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler's are of any type
@@ -132,13 +103,6 @@ def _measured(profiler: StageProfiler, expected: _Outcome, alone: StageMeasureme
     if sizes != alone.gradients.skip_bytes or pinned_bytes != alone.cost.pinned_bytes:
         return "it leaves other gradients of skips, or other memory that no checkpoint can free"
     return measurement.cost
-
-
-def _total(seconds: Sequence[StageSeconds]) -> float:
-    return sum(each.forward + each.backward for each in seconds)
-
-
-# -------------------------------------------------------------------- the same results
 
 
 _Outcome: TypeAlias = list[Sequence[torch.Tensor | None]]
@@ -160,15 +124,10 @@ def _agree(one: _Outcome, other: _Outcome, *, exact: bool = True) -> bool:
 
 
 def _within(mine: torch.Tensor | None, theirs: torch.Tensor | None, largest: float) -> bool:
-    if mine is None or theirs is None:
-        return mine is theirs
-    if same_bits(mine, theirs):
-        return True
-    alike = (mine.shape, mine.dtype, mine.device) == (theirs.shape, theirs.dtype, theirs.device)
-    if not alike or not largest or not mine.is_floating_point():
-        return False
-    tolerance: float = torch.finfo(mine.dtype).eps ** (2 / 3)
-    return float((mine - theirs).detach().abs().max()) <= tolerance * largest
+    if mine is None or theirs is None or not largest or not mine.is_floating_point() or mine.dtype != theirs.dtype:
+        return mine is theirs or (mine is not None and theirs is not None and same_bits(mine, theirs))
+    tolerance = torch.finfo(mine.dtype).eps ** (2 / 3) * largest
+    return mine.shape == theirs.shape and torch.allclose(mine, theirs, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _repeatable_outcome(profiler: StageProfiler) -> _Outcome:
@@ -199,9 +158,6 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
         return [outputs, gradients, *([module._buffers[name]] for module, name, _ in slots)]
 
 
-# -------------------------------------------------------------------- options
-
-
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     """Names of the options, given by falling budget, that take less memory in some respect than each before them.
 
@@ -230,16 +186,16 @@ def _sizes(cost: StageCost) -> tuple[int, ...]:
 # ---------------------------------------------------------- Inverting, and finding out whether a stage may be inverted.
 
 
-def lost_inverse(stage: Stage) -> str:
-    """Why inverses inside of a stage that has none itself are of no use; empty if there are none."""
-    kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
-    if not kinds:
-        return ""
-    merged = ", since something in it changes its input in place or returns a view of it"
-    return f"{', '.join(kinds)} is but a part of it{merged * (len(stage.modules) > 1)}"
+def with_inverse(profiler: StageProfiler, found: StageMeasurement) -> StageMeasurement:
+    """Costs of a stage that has an inverse with that option, or with the reason why there is none."""
+    assert profiler.way is not None
+    option = _objection(profiler, found.cost) or _inverted(profiler, profiler.way, found.cost)
+    if isinstance(option, str):
+        return replace(found, cost=replace(found.cost, not_inverted=option))
+    return replace(found, cost=_joined(found.cost, [option]))
 
 
-def objection(profiler: StageProfiler, cost: StageCost) -> str:
+def _objection(profiler: StageProfiler, cost: StageCost) -> str:
     """Why a stage with an inverse cannot be inverted where it is; empty if it can."""
     leaves, ends = profiler.boundary.leaves, profiler.ends
     if any(place is not None for place in ends.inputs):

@@ -29,8 +29,7 @@ from torch import nn
 from lightning_rotor import __version__
 from lightning_rotor.capture.cuts import GraphCut, sequentialize
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError, RotorWarning, SampleError
-from lightning_rotor.memory.budget import ResidentMemory
-from lightning_rotor.memory.devices import resolve_limit
+from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.frontier import frontier_table
@@ -38,7 +37,7 @@ from lightning_rotor.planning.plan import plain_simulation, plan_table, stage_ta
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
-from lightning_rotor.profiling.meters import MeasuringProgress
+from lightning_rotor.profiling.meters import measuring_progress
 from lightning_rotor.report.drawing import draw_chain
 from lightning_rotor.report.timeline import PlotError, new_figure, plot_frontier, plot_timeline
 from lightning_rotor.units import format_bytes, format_seconds, parse_limit
@@ -405,7 +404,7 @@ class _Case:
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
         device = torch.device(self.options.device)
-        with MeasuringProgress(enabled=sys.stderr.isatty()) as progress:
+        with measuring_progress(enabled=sys.stderr.isatty()) as progress:
             if self.accelerator is not None:
                 model = _built(self.options, device, self.floating)  # each estimate makes its tensors its own
                 return estimate_profile(
