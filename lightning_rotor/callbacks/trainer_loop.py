@@ -24,9 +24,9 @@ from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.run_context import Call, RunContext
-from lightning_rotor.planned.loop import Told, TrainingLoop
-from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
-from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target
+from lightning_rotor.planned.loop import Agreement, StepCompute, Told, TrainingLoop, measure_compute
+from lightning_rotor.planned.modules import Target, TargetSearch, named_target
+from lightning_rotor.planned.ranks import JointPlans, PublishedPlans, communicates
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import is_compiled
 from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes

@@ -22,7 +22,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
+from lightning_rotor.planned.modules import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled

@@ -8,26 +8,155 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ShortageError, TrialError
+from lightning_rotor.errors import BudgetError, ProfilingError, ShortageError, TrialError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.devices import usable_bytes
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,
     gradient_bytes,
     optimizer_state_bytes,
+    own_gradients,
     predict_optimizer_state_bytes,
 )
-from lightning_rotor.planned.calls import Step, StepWatch
 from lightning_rotor.planned.forward import shortage_message
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planned.modules import PlannedModules, Step
 from lightning_rotor.planning import Plan
+from lightning_rotor.profiling import StepMeter
+from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit, format_bytes
+
+# --------------------------------------------- The peaks of the first steps under each plan, as the allocator saw them.
+
+_STEPS = 3
+_PATIENCE = 8
+
+
+class StepWatch:
+    """Measures a few steps of training after each plan, then leaves training alone.
+
+    Attributes:
+        peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
+        reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
+        backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
+        phases: Of that step, up to there, in order, with what was there before it.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self.backward_peak_bytes = 0
+        self.phases: list[MeteredPhase] = []
+        self._left = 0
+        self._meter: StepMeter | None = None
+        self._base_bytes = 0
+        self._model: nn.Module = nn.Module()
+        self._seen: dict[int, ReferenceType[torch.Tensor]] = {}  # gradients that a meter saw made, by identity
+        self._older: list[tuple[ReferenceType[torch.Tensor], int]] = []  # others, which no meter will see go
+        self._gone_bytes: list[int] = []  # of them, when a phase began
+        self._is_uneven = False  # more is taken in this step than is seen to be given back
+        self._patience = _PATIENCE
+        self._was_interrupted = False
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is to be measured."""
+        return self._left > 0
+
+    @property
+    def running(self) -> bool:
+        """True while a step is being measured."""
+        return self._meter is not None
+
+    def renew(self) -> None:
+        """Measure the steps that follow, as there is a new plan."""
+        self._left = _STEPS
+
+    def give_up(self) -> None:
+        """Measure no more steps under this plan."""
+        self._left = 0
+
+    def start(self, loop: TrainingLoop, batch: Sequence[torch.Tensor]) -> None:
+        """Begin with a step, at its very start or, when a plan is new, in its first forward.
+
+        Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
+        step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
+        """
+        if self._was_interrupted:
+            return
+        on_cpu = loop.device.type == "cpu"
+        if on_cpu and loop.profiler_is_taken:
+            self.give_up()  # torch has one profiler, and the user wants it
+            return
+        meter = StepMeter(loop.device)
+        try:
+            meter.start()
+        except ProfilingError as error:
+            self.give_up()
+            loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
+            return
+        self._meter = meter
+        self._model = loop.model
+        # The CPU's meter sees only those go that were made under its eyes.
+        others = [each for each in own_gradients(loop.model) if on_cpu and not self._has_seen(each)]
+        self._older = [(ref(each), each.nbytes) for each in others]
+        self._gone_bytes = [0]
+        self._base_bytes = loop.allocated_bytes(batch)
+        self._is_uneven = on_cpu and loop.may_take_new_buckets()
+
+    def mark(self, label: str = END) -> None:
+        """Begin a phase of the step, if it is measured; without a label, what no plan can change."""
+        if self._meter is not None:
+            self._gone_bytes.append(sum(size for tensor, size in self._older if tensor() is None))
+            self._meter.lap(label)
+
+    def stop(self) -> bool:
+        """End with a step. True if there are new peaks."""
+        self._was_interrupted = False
+        if self._meter is None:
+            return False
+        trace, self._meter = self._meter.stop(), None
+        self._note_gradients()
+        if self._is_uneven and self._patience > 0:
+            # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
+            self._patience -= 1
+            return False
+        self._left -= 1
+        phases = [
+            phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
+        ]
+        self.phases = [phase for phase in phases if phase.label != END]
+        self.peak_bytes = max(phase.peak_bytes for phase in phases)
+        self.backward_peak_bytes = max(phase.peak_bytes for phase in self.phases)
+        self.reserved_bytes = trace.reserved_bytes
+        return True
+
+    def drop(self) -> None:
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+            self._note_gradients()
+            self._was_interrupted = True
+
+    def _note_gradients(self) -> None:
+        """Remember which gradients were made under a meter's eyes."""
+        older = {id(tensor()) for tensor, _ in self._older}
+        new = [each for each in own_gradients(self._model) if id(each) not in older]
+        self._seen = {id(each): ref(each) for each in new}
+
+    def _has_seen(self, gradient: torch.Tensor) -> bool:
+        seen = self._seen.get(id(gradient))
+        return seen is not None and seen() is gradient
+
+
+# -------------------------------------------------------------------- The search for budgets.
 
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9

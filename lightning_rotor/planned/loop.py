@@ -1,26 +1,183 @@
-"""The training loop around a planned module, as far as plans must know of it."""
+"""The training loop around a planned module, as far as plans must know of it, and what one step of it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import flop_registry
 
-from lightning_rotor.errors import ProfilingError
+from lightning_rotor.errors import BudgetError, ProfilingError
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
-from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planned.target import StepCompute
+from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import messages_bytes
-from lightning_rotor.private.torch_names import has_rebuilt_buckets
+from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, has_rebuilt_buckets, packet_of
+from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit
 
 Told = TypeVar("Told")
+
+
+class Agreement:
+    """What a planned forward asks of other processes; of one ``alone``, nothing. Some can only measure ``together``."""
+
+    alone, together = True, False
+
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in this process or in one that measures and plans together with it."""
+        return is_so
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if this process has a schedule for a call, and each that plans together with it has the same."""
+        return schedule is not None
+
+    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
+        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        return outcome
+
+
+# ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
+
+# A loop that waits for a value would never end, since values do not change.
+_MOST_READS = 1000
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompute:
+    """FLOPs of the forwards in one training step.
+
+    Attributes:
+        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
+            with gradients enabled and flowing through its output.
+        calls: How often each of them runs.
+        assumed_values: How often the step asked for a value that a dry run cannot know.
+    """
+
+    total: int
+    plannable: Mapping[str, int]
+    assumed_values: int = 0
+    calls: Mapping[str, int] = field(default_factory=dict)
+
+    def share(self, name: str) -> float:
+        """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
+        return self.plannable.get(name, 0) / self.total
+
+
+def measure_compute(
+    model: nn.Module,
+    inputs: Any,
+    step: Callable[[Any, Any], Any],
+    *,
+    replacements: Mapping[int, Any] | None = None,
+) -> StepCompute:
+    """FLOPs of a training step by submodule, counted on copies without values of the model and ``inputs``.
+
+    ``step`` is called once, with these copies. By ``id``, ``replacements`` stand in them for objects that a dry run
+    must not touch. Raises ``ProfilingError`` if the step cannot run without values.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        >>> measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch)).plannable["0"]
+        192
+    """
+    try:
+        found = _count(model, inputs, step, replacements or {})
+    except Exception as error:  # whatever a step does that was written for real tensors
+        reason = f"its dry run fails with {type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+    else:
+        reason = "" if found.total else "its dry run computes nothing"
+    gc.collect()  # the copies hold each other, and what looks for tensors (a recording does) would still find them
+    if reason:
+        raise ProfilingError(reason)
+    return found
+
+
+def _count(
+    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
+) -> StepCompute:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        duplicate, inputs = fake_copy((model, inputs), mode, replacements)
+        with _Count(duplicate) as count:
+            step(duplicate, inputs)
+    return StepCompute(count.flops, dict(count.plannable), count.assumed_values, dict(count.calls))
+
+
+class _Count(AssumedValues):
+    """Counts operations, and knows whose forward runs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.flops = 0
+        self.plannable: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._running: list[str] = []
+        for name, module in model.named_modules():
+            # Not a hook: those do not fire when a forward is called by its name.
+            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
+
+    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        recursive, before = name in self._running, self.flops
+        self._running.append(name)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
+            self.plannable[name] += self.flops - before
+            self.calls[name] += 1
+        return output
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assumed = self.assumed_values
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.assumed_values > _MOST_READS:
+            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
+        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
+            self.flops += _flops(func, args, kwargs or {}, result)
+        return result
+
+
+def _outputs_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in an output, also in one of the user's own classes."""
+    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    name = packet_of(func).__name__
+    if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
+        query, key, value = args[:3]
+        pairs = query.shape[:-1].numel() * key.shape[-2]
+        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+    if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
+        return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
+    formula = flop_registry.get(packet_of(func))
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if func.is_view:
+        return 0
+    return sum(tensor.numel() for tensor in tensors_in(result))
+
+
+# -------------------------------------------------------------------- The loop.
 
 
 class TrainingLoop(Protocol):

@@ -1,24 +1,201 @@
-"""The planned modules of a model: which they are, and what each asks of the plan for the whole step."""
+"""The planned modules of a model: which they are, by a step's compute, and their calls in the running step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
+from weakref import ReferenceType
 
+import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
-from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.errors import ModelError, ProfilingError, RotorError
+from lightning_rotor.execution.executor import Pending
+from lightning_rotor.planned.cache import Prepared, Turn
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
-from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.loop import StepCompute, TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.target import Target, TargetSearch, named_target
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER, is_compiled
+from lightning_rotor.private.values import sizes_by_address
+from lightning_rotor.profiling.meters import MeteredPhase
 
 _log = logging.getLogger(__name__)
+
+# -------------------------------------------------------------------- Which submodule to plan.
+
+# A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
+_NOTABLE = 0.2
+_HEAVY = 0.05
+_MOST_NAMES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A submodule to plan, by its dotted name (``""`` is the model itself), and why this one."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+    @property
+    def place(self) -> str:
+        """Name of the submodule for messages."""
+        return repr(self.name) if self.name else "the model itself"
+
+    def __str__(self) -> str:
+        return f"{self.place} ({type(self.module).__name__}): {self.reason}"
+
+
+def named_target(model: nn.Module, name: str) -> Target:
+    """The submodule that the user named; ``ModelError`` if it does not exist, or can be no chain."""
+    try:
+        module = model.get_submodule(name)
+    except AttributeError:
+        plannable = [path for path, each in model.named_modules() if path and _computes(each)]
+        close = get_close_matches(name, plannable, n=1)
+        closest = f", such as {close[0]!r}" if close else ""
+        outermost = ", ".join(repr(path) for path, each in _outermost(model) if _computes(each)) or "none"
+        raise ModelError(
+            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name{closest}. "
+            f"Submodules that can be planned: {outermost}"
+        ) from None
+    check_module(module)
+    return Target(name, module, "as named")
+
+
+def _computes(module: nn.Module) -> bool:
+    """True if a module can be planned, and has a parameter, which metrics have not."""
+    return next(module.parameters(), None) is not None and may_be_planned(module)
+
+
+class TargetSearch:
+    """Finds the submodule to plan when the user names none: by parameters at first, by compute once it is known.
+
+    With ``may_be_whole`` the model has a forward of its own. It is the choice if that reaches much more compute than
+    any submodule, or if there is none.
+    """
+
+    def __init__(self, model: nn.Module, *, may_be_whole: bool) -> None:
+        self._model = model
+        self._may_be_whole = may_be_whole
+        self._compute: StepCompute | None = None
+        self.unknown_because = "its compute is not known yet"
+        self._refused: set[str] = set()
+
+    def count(self, compute: Callable[[], StepCompute]) -> None:
+        """Rank by the compute of a training step from now on, if that can be counted."""
+        try:
+            self._compute = compute()
+        except ProfilingError as error:
+            self.unknown_because = str(error)
+
+    def refuse(self, target: Target) -> None:
+        """Never find this one again, as it has turned out to be no chain."""
+        self._refused.add(target.name)
+
+    def best(self) -> Target | None:
+        """The submodule to plan, or None if there is none. Of submodules that do the same, the outermost."""
+        names = [
+            name
+            for name, module in self._model.named_modules()
+            if name and name not in self._refused and self._weight(name) and may_be_planned(module)
+        ]
+        # The first of the largest: a module comes before what is in it.
+        best = max(names, key=self._weight, default=None)
+        may_be_whole = self._may_be_whole and "" not in self._refused and self._weight("") > 0
+        if may_be_whole and (best is None or self._share("") >= self._share(best) + _NOTABLE):
+            best = ""
+        return None if best is None else self._target(best)
+
+    def all(self) -> list[Target]:
+        """:meth:`best`, and whatever else is worth a plan, apart from it; empty if there is nothing."""
+        best = self.best()
+        if best is None:
+            return []
+        beside = self._shares([best.name], self._refused)
+        return [best, *(self._target(name) for name, share in beside if share >= _HEAVY)]
+
+    def calls(self, names: Collection[str]) -> int:
+        """How many calls of these modules a step has; 0 if unknown."""
+        return 0 if self._compute is None else sum(self._compute.calls.get(name, 0) for name in names)
+
+    def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
+        """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""
+        if self._compute is None or "" in planned:
+            return []
+        shares = [(name, self._share(name)) for name, _ in _outermost(self._model, planned, refused)]
+        return sorted((entry for entry in shares if entry[1] >= 0.01), key=lambda entry: entry[1], reverse=True)
+
+    def what_is_left_out(self, targets: Sequence[Target]) -> str | None:
+        """A message about other submodules if they have much of the compute, and what to do about it, or None."""
+        left_out = self._shares([target.name for target in targets])
+        if sum(share for _, share in left_out) < _NOTABLE:
+            return None
+        named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out[:_MOST_NAMES]]
+        rest = left_out[_MOST_NAMES:]
+        if rest:
+            named.append(f"{len(rest)} more ({100 * sum(share for _, share in rest):.0f} %)")
+        refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self._refused))
+        planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
+        return (
+            f"plans {planned}; not planned, and kept as without a limit: {', '.join(named)}. "
+            + (f"{refused} could not be planned as a whole, the log says why. " if refused else "")
+            + "To have them planned, let nn.Modules do this work, and name them: "
+            'RotorCallback(module=["...", "..."])'
+        )
+
+    def _weight(self, name: str) -> int:
+        if self._compute is not None:
+            return self._compute.plannable.get(name, 0)
+        parameters = self._model.get_submodule(name).parameters()
+        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+
+    def _share(self, name: str) -> float:
+        return 0.0 if self._compute is None else self._compute.share(name)
+
+    def _target(self, name: str) -> Target:
+        if self._compute is None:
+            reason = (
+                f"{self._weight(name):,} trainable parameters, the most that can be planned ({self.unknown_because})"
+            )
+        else:
+            reason = f"{100 * self._share(name):.0f} % of the FLOPs of a training step's forward"
+            if assumed := self._compute.assumed_values:
+                reason += f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
+        return Target(name, self._model.get_submodule(name), reason)
+
+
+def _outermost(
+    module: nn.Module, planned: Collection[str] = (), refused: Collection[str] = (), prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Submodules that may be chains and are not inside of others, nor in planned ones or around one, nor refused."""
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if name in planned:
+            continue
+        if name not in refused and may_be_planned(child) and not any(each.startswith(f"{name}.") for each in planned):
+            yield name, child
+        else:
+            yield from _outermost(child, planned, refused, f"{name}.")
+
+
+def may_be_planned(module: nn.Module) -> bool:
+    """True if nothing speaks against planning a module, as far as can be told without its input."""
+    try:
+        check_module(module)
+    except ModelError:
+        return False
+    return True
+
+
+# -------------------------------------------------------------------- The planned modules.
 
 
 @dataclass(slots=True, eq=False)
@@ -194,3 +371,111 @@ def _check_apart(model: nn.Module, target: Target) -> None:
                 "modules apart from each other, or one RotorCallback on the larger one, which plans what is inside of "
                 "it, too"
             )
+
+
+# -------------------------------------------------------------------- Their calls in the running step.
+
+
+LOSS = "loss"
+"""Label of a phase that begins with a backward."""
+INTO, BEHIND, BACK = "into", "behind", "back to"
+"""How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call in the running step."""
+
+    key: CallKey
+    prepared: Prepared
+    pending: ReferenceType[Pending]
+
+    @property
+    def waits(self) -> bool:
+        """True until its backward has come, or its graph is gone."""
+        pending = self.pending()
+        return pending is not None and pending.waits
+
+    @property
+    def plan(self) -> Plan:
+        """What it has run under."""
+        assert self.prepared.plan is not None
+        return self.prepared.plan
+
+    @property
+    def has_another_plan(self) -> bool:
+        """True if it will run under another one in the next step."""
+        prepared = self.key.prepared()
+        return prepared is None or prepared.plan is not self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """What a call has in every step; ``plans`` are of its module."""
+
+    plans: Plans
+    signature: Signature
+    turn: Turn
+
+    @property
+    def name(self) -> str:
+        """Of the module."""
+        return self.plans.name
+
+    def prepared(self) -> Prepared | None:
+        """What is known of it, if that is still known."""
+        return self.plans.cache.use(self.signature, self.turn)
+
+
+@dataclass(slots=True)
+class Step:
+    """The running step; ``is_over`` once its optimizer has stepped.
+
+    Attributes:
+        paths: Calls that wait for their backward together, in the order of their forwards; the running one is last.
+        numbers: Of its calls, from 0 on.
+        is_shared: A call was planned with a part of what is left, because others were to come.
+        other_bytes: What else a GPU's allocator had given out when the first forward began.
+        missing: What later steps will hold besides, in forwards and in backwards.
+    """
+
+    batch: list[torch.Tensor]
+    is_first: bool
+    paths: list[tuple[Call, ...]] = field(default_factory=list)
+    numbers: dict[Call, int] = field(default_factory=dict)
+    is_shared: bool = False
+    other_bytes: int | None = None
+    missing: tuple[int, int] = (0, 0)
+    is_over: bool = False
+
+    @property
+    def waiting(self) -> tuple[Call, ...]:
+        """Calls whose backward is still to come."""
+        return tuple(call for call in self.paths[-1] if call.waits) if self.paths else ()
+
+    @property
+    def is_joint(self) -> bool:
+        """True if some of its calls were alive together, or could have been."""
+        return self.is_shared or any(len(path) > 1 for path in self.paths)
+
+    def as_later(self, phases: Iterable[MeteredPhase]) -> list[MeteredPhase]:
+        """Its phases, with what later steps hold besides."""
+        forward, backward = self.missing
+        return [
+            phase.raised(backward if phase.label == LOSS or phase.label.startswith(BACK) else forward)
+            for phase in phases
+        ]
+
+    def find(self, taken: Iterable[torch.Tensor]) -> None:
+        """Count the input of the first call that the step has made before a meter of the CPU could see it."""
+        batch = sizes_by_address(self.batch)
+        made_bytes = sum(size for address, size in sizes_by_address(taken).items() if address not in batch)
+        self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
+
+    def add(self, call: Call) -> None:
+        """A call has run."""
+        self.numbers[call] = len(self.numbers)
+        waiting = self.waiting
+        if self.paths and waiting == self.paths[-1]:
+            self.paths.pop()
+        self.paths.append((*waiting, call))

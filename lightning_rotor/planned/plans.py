@@ -37,8 +37,8 @@ from lightning_rotor.planned.cache import (
     record_of,
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
+from lightning_rotor.planned.loop import Agreement
 from lightning_rotor.planned.new_shapes import Measurements
-from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.errors import BudgetError, RotorError, ScheduleError
+from lightning_rotor.planned.loop import Agreement
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.schedule import Schedule
@@ -29,26 +30,6 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
 _PREFIX = "lightning_rotor/plan"
-
-
-class Agreement:
-    """What a planned forward asks of other processes; of one ``alone``, nothing. Some can only measure ``together``."""
-
-    alone, together = True, False
-
-    def any(self, is_so: bool) -> bool:
-        """True if it is so in this process or in one that measures and plans together with it."""
-        return is_so
-
-    def all_run(self, schedule: Schedule | None) -> bool:
-        """True if this process has a schedule for a call, and each that plans together with it has the same."""
-        return schedule is not None
-
-    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
-        if isinstance(outcome, BudgetError):
-            raise outcome
-        return outcome
 
 
 class PublishedPlans(Agreement):

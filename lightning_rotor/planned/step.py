@@ -23,15 +23,24 @@ from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepWatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import StepLimit
-from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.modules import PlannedModule, PlannedModules
+from lightning_rotor.planned.limit import StepLimit, StepWatch
+from lightning_rotor.planned.loop import Agreement, TrainingLoop
+from lightning_rotor.planned.modules import (
+    BACK,
+    BEHIND,
+    INTO,
+    LOSS,
+    Call,
+    CallKey,
+    PlannedModule,
+    PlannedModules,
+    Step,
+    Target,
+    may_be_planned,
+)
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planned.target import Target, may_be_planned
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile

@@ -27,7 +27,7 @@ from lightning_rotor.pipeline.placement import PipelineProcesses, bytes_around, 
 from lightning_rotor.pipeline.run_context import Call, RunContext, call_with, never_called
 from lightning_rotor.pipeline.schedule import PipelineError, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
-from lightning_rotor.planned.target import Target
+from lightning_rotor.planned.modules import Target
 from lightning_rotor.private.lightning_names import before_batch_transfer, optimizers_of, take_loader
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.state import GeneratorStates

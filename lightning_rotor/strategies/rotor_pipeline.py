@@ -28,7 +28,7 @@ from lightning_rotor.pipeline.placement import (
     share_model,
 )
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
-from lightning_rotor.planned.target import Target
+from lightning_rotor.planned.modules import Target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.strategies.building import PipelineBuilder, PipelineSettings
 from lightning_rotor.strategies.steps import PipelineSteps, metrics_in_common
