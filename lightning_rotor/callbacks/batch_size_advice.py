@@ -1,7 +1,6 @@
 """The best batch size under a memory limit, before training starts."""
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -87,7 +86,12 @@ class RotorBatchSizeAdvice(pl.Callback):
             outcome = self._advise(loop, batch, limit_bytes)
         except RotorError as error:  # whoever ends alone leaves others waiting
             outcome = error
-        self.advice = _least(loop.told_by_all(outcome))
+        advices = []
+        for each in loop.told_by_all(outcome):
+            if isinstance(each, RotorError):
+                raise each
+            advices.append(each)
+        self.advice = min(advices, key=lambda advice: advice.best.batch_size)
         if self._show_table and trainer.is_global_zero:
             Console().print(self.advice)
         best = self.advice.best
@@ -114,16 +118,6 @@ class RotorBatchSizeAdvice(pl.Callback):
             costs = measured_costs(target, _input_of(target, model, batch))
         resident = loop.resident(target, tensors_in(batch), torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
-
-
-def _least(outcomes: Iterable[BatchSizeAdvice | RotorError]) -> BatchSizeAdvice:
-    """The advice of the lowest rank that advises the smallest batch; a ``RotorError`` on all if a process has none."""
-    advices = []
-    for each in outcomes:
-        if isinstance(each, RotorError):
-            raise each
-        advices.append(each)
-    return min(advices, key=lambda advice: advice.best.batch_size)
 
 
 def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import MethodType
@@ -10,26 +9,23 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from typing_extensions import Self, override
 
 from lightning_rotor.capture.recorder import require_unrecorded
-from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.options import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.recomputation import is_recomputing
 from lightning_rotor.pipeline.run_context import Call, RunContext
-from lightning_rotor.planned.loop import Agreement, StepCompute, Told, TrainingLoop, measure_compute
+from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
 from lightning_rotor.planned.modules import Target, TargetSearch, named_target
-from lightning_rotor.planned.ranks import JointPlans, PublishedPlans, communicates
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import is_compiled
-from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
+from lightning_rotor.private.torch_names import outside_of_graphs
 from lightning_rotor.stages.sequential import Stage
 
 # ----------------------------------------------------------------------------------------------------
@@ -152,6 +148,7 @@ class TrainerLoop(TrainingLoop):
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
+        self.local_processes = int(trainer.num_devices)
         self.profiler_is_taken = isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)
 
     @property
@@ -160,11 +157,6 @@ class TrainerLoop(TrainingLoop):
         """True if the callback is not the Trainer's: tuners take all callbacks out while one tries another batch."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         return self._callback is not None and self._callback not in callbacks
-
-    @property
-    @override
-    def processes(self) -> int:
-        return int(self.trainer.world_size) if dist.is_available() and dist.is_initialized() else 1
 
     @property
     @override
@@ -191,16 +183,6 @@ class TrainerLoop(TrainingLoop):
     @override
     def has_stepped(self) -> bool:
         return self.trainer.global_step > 0
-
-    @property
-    @override
-    def batches_done(self) -> int:
-        return self.trainer.fit_loop.total_batch_idx
-
-    @override
-    def sharing(self, device: torch.device) -> int:
-        """Number of processes that share the device: all of the machine on the CPU, one on a GPU."""
-        return int(self.trainer.num_devices) if device.type == "cpu" else 1
 
     @override
     def compute(
@@ -236,10 +218,6 @@ class TrainerLoop(TrainingLoop):
         return search.best()
 
     @override
-    def warn(self, message: str) -> None:
-        rank_zero_warn(message, category=RotorWarning)
-
-    @override
     @contextmanager
     def untoggled(self) -> Iterator[None]:
         """Context in which ``toggle_optimizer`` is undone: the other parameters train later in the same step."""
@@ -252,24 +230,6 @@ class TrainerLoop(TrainingLoop):
         finally:
             for parameter, state in now.items():
                 parameter.requires_grad = state
-
-    # ---------------------------------------------------------------- other processes
-
-    @override
-    def told_by_all(self, told: Told) -> list[Told]:
-        found = [told] * self.processes
-        if self.processes > 1:
-            dist.all_gather_object(found, told)
-        return found
-
-    @override
-    def meet(self, *, beyond: bool) -> Agreement:
-        # Plans of one training must not be taken for those of another: the store lives as long as the processes do.
-        token = self.told_by_all(uuid.uuid4().hex)[0]
-        if communicates(self.model):
-            return JointPlans(dist.new_group(backend="gloo"), beyond=beyond)
-        distributed: Any = dist
-        return PublishedPlans(distributed.PrefixStore(token, store_of_processes()))
 
 
 # -------------------- ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.

@@ -164,10 +164,7 @@ def advise_batch_size(
 
 
 def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
-    """Costs measured at the size of a sample and at half of it.
-
-    Raises ``SampleError`` if the sample cannot be halved, ``ModelError`` if the model is another chain for half of it.
-    """
+    """Costs measured at the size of a sample and at half of it; ``SampleError`` if that cannot be halved."""
     args = sample if isinstance(sample, tuple) else (sample,)
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(args)}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
@@ -177,13 +174,7 @@ def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
         )
     half = size // 2
     profiles = [_profile(model, tuple(_first(argument, number) for argument in args)) for number in (half, size)]
-    chains = (profiles[0].chain, profiles[1].chain)
-    if chains[0].names != chains[1].names:
-        raise ModelError(
-            f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for "
-            f"{size}: expected the same"
-        )
-    return AffineCosts((half, size), chains)
+    return AffineCosts((half, size), (profiles[0].chain, profiles[1].chain))
 
 
 def advice_from(

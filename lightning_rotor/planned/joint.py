@@ -11,7 +11,7 @@ into one for each call; bounds and tables hold for all of them.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
@@ -80,12 +80,9 @@ class Outside:
 
 
 def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
-    """What several calls cost, as one chain.
+    """What several calls of modules with these names cost, as one chain.
 
-    Args:
-        names: Of the called modules; one that comes twice is called twice.
-        parts: As many: what a call costs, or the plan that it runs under in any case, which becomes a single stage.
-        outside: What is known of the rest of the step, for each of them; nothing by default.
+    A part is what a call costs, or the plan that it runs under in any case, which becomes a single stage.
     """
     stages: list[StageCost] = []
     skips: list[Skip] = []
@@ -128,21 +125,14 @@ def measured_outside(
     phases: Sequence[MeteredPhase],
     *,
     lingering_bytes: int,
-    is_whole: bool = True,
 ) -> list[Outside] | None:
     """What the process has taken beyond the chains of some calls, or None if the meter did not see all of them.
 
-    Args:
-        bare: Of these calls joined, with nothing outside, under the schedules that they have run.
-        lengths: Stages of each call.
-        numbers: Of the calls in the step.
-        phases: Of the step, with bytes beyond what is kept free for the rest of it.
-        lingering_bytes: In the simulation, before its first backward.
-        is_whole: The backward must have reached all calls.
+    ``bare`` simulates these calls, with so many stages each, joined under the schedules that they have run, with
+    nothing outside. ``phases`` are those of the step, in bytes beyond what is kept free for the rest of it.
     """
     first = {phase.label: place for place, phase in reversed(list(enumerate(phases)))}
-    needed = (INTO, BACK) if is_whole else (INTO,)
-    if any(f"{label} {number}" not in first for label in needed for number in numbers):
+    if any(f"{INTO} {number}" not in first for number in numbers):
         return None
     before = [lingering_bytes, *(event.after_bytes for event in bare.events)]
     timed = list(zip(before, bare.events, strict=False))
@@ -298,7 +288,6 @@ def _moved(numbers: Sequence[int], by: int) -> tuple[int, ...]:
 # ------------------- The plans of all paths. A call that is on several has one plan, made for the path that needs most.
 
 _MOST_PATHS = 64
-_MOST_IN_PART = 2
 _SPARED = 0.01  # of the limit: under another plan, the code around calls takes a little more
 Path: TypeAlias = tuple[CallKey, ...]
 """Calls that wait for their backward together, in the order of their forwards."""
@@ -306,10 +295,6 @@ Path: TypeAlias = tuple[CallKey, ...]
 
 class _NoRoomError(Exception):
     """A path has no plan beside those that other paths have settled."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
 
 
 class PathPlans:
@@ -326,7 +311,6 @@ class PathPlans:
         self._known: OrderedDict[Path, StepPlan] = OrderedDict()
         self._measured: dict[Path, list[Outside]] = {}
         self._kept: set[CallKey] = set()
-        self._in_part: Counter[Path] = Counter()  # steps whose backward did not reach all calls
 
     def keep(self, call: CallKey) -> None:
         """Recompute nothing of a call whose backward is differentiated: its graph would hold what was recomputed."""
@@ -335,10 +319,7 @@ class PathPlans:
     def follow(self, step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool) -> None:
         """Plan the paths of a step that is over, where they have no plan, or the step has shown more of them.
 
-        Args:
-            step: With all its calls.
-            phases: Of the step, if it was measured.
-            exceeds: The step has taken more than the limit.
+        ``phases`` are those of the step if it was measured; ``exceeds`` says that it has taken more than the limit.
         """
         stale = []
         for calls in step.paths:
@@ -375,10 +356,8 @@ class PathPlans:
             [step.numbers[call] for call in calls],
             beyond,
             lingering_bytes=budget.lingering_bytes,
-            is_whole=self._in_part[path] < _MOST_IN_PART,
         )
         if found is None:
-            self._in_part[path] += 1
             return False
         known = self._measured.get(path)
         if known is not None and exceeds:  # what was known was too little
@@ -406,15 +385,10 @@ class PathPlans:
         while len(self._known) > _MOST_PATHS:
             oldest, _ = self._known.popitem(last=False)
             self._measured.pop(oldest, None)
-            self._in_part.pop(oldest, None)
             self._kept.difference_update(oldest)  # a path that is still known tells again
 
     def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
         """Plans for paths, first for the one that needs most; where they exclude each other, as small as can be."""
-        try:
-            return self._in_order(order, {})
-        except _NoRoomError as failure:
-            order = [failure.path, *(each for each in order if each != failure.path)]
         with suppress(_NoRoomError):
             return self._in_order(order, {})
         smallest = {key: small for path in order for key in path if (small := self._smallest(key)) is not None}
@@ -487,7 +461,7 @@ class PathPlans:
         try:
             solved = self._solved(chain, budget, must_fit=must_fit)
         except BudgetError:
-            raise _NoRoomError(path) from None
+            raise _NoRoomError from None
         lengths = [1 if isinstance(part, Plan) else len(part) for part in parts]
         schedules = [
             part.schedule if isinstance(part, Plan) else schedule
@@ -523,7 +497,7 @@ class PathPlans:
             outcome = budget.plan(chain, slots=self._slots)
         except BudgetError as error:
             outcome = error if must_fit else budget.least_plan(chain, error, slots=self._slots)
-        return self._source.ranks.settle(chain.fingerprint, outcome)  # an error, too, since others may wait for it
+        return self._source.ranks.settle(outcome)  # an error, too, since others may wait for it
 
 
 def _path(calls: Sequence[Call]) -> Path:

@@ -5,13 +5,12 @@ Measured peaks lead to better budgets: less after a peak above the limit, more a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, ShortageError, TrialError
@@ -35,7 +34,6 @@ from lightning_rotor.units import MemoryLimit, format_bytes
 # --------------------------------------------- The peaks of the first steps under each plan, as the allocator saw them.
 
 _STEPS = 3
-_PATIENCE = 8
 
 
 class StepWatch:
@@ -57,11 +55,9 @@ class StepWatch:
         self._meter: StepMeter | None = None
         self._base_bytes = 0
         self._model: nn.Module = nn.Module()
-        self._seen: dict[int, ReferenceType[torch.Tensor]] = {}  # gradients that a meter saw made, by identity
-        self._older: list[tuple[ReferenceType[torch.Tensor], int]] = []  # others, which no meter will see go
+        self._seen, self._older = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()  # gradients, and their sizes
+        self._older_bytes = 0  # of those that no meter saw made, nor will see go
         self._gone_bytes: list[int] = []  # of them, when a phase began
-        self._is_uneven = False  # more is taken in this step than is seen to be given back
-        self._patience = _PATIENCE
         self._was_interrupted = False
 
     @property
@@ -94,6 +90,8 @@ class StepWatch:
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
             return
+        if on_cpu and loop.may_take_new_buckets():
+            return  # the old ones, never measured, would not show as freed
         meter = StepMeter(loop.device)
         try:
             meter.start()
@@ -104,16 +102,18 @@ class StepWatch:
         self._meter = meter
         self._model = loop.model
         # The CPU's meter sees only those go that were made under its eyes.
-        others = [each for each in own_gradients(loop.model) if on_cpu and not self._has_seen(each)]
-        self._older = [(ref(each), each.nbytes) for each in others]
+        self._older.clear()
+        for each in own_gradients(loop.model) if on_cpu else ():
+            if each not in self._seen:
+                self._older[each] = each.nbytes
+        self._older_bytes = sum(self._older.values())
         self._gone_bytes = [0]
         self._base_bytes = loop.allocated_bytes(batch)
-        self._is_uneven = on_cpu and loop.may_take_new_buckets()
 
     def mark(self, label: str = END) -> None:
         """Begin a phase of the step, if it is measured; without a label, what no plan can change."""
         if self._meter is not None:
-            self._gone_bytes.append(sum(size for tensor, size in self._older if tensor() is None))
+            self._gone_bytes.append(self._older_bytes - sum(self._older.values()))
             self._meter.lap(label)
 
     def stop(self) -> bool:
@@ -123,10 +123,6 @@ class StepWatch:
             return False
         trace, self._meter = self._meter.stop(), None
         self._note_gradients()
-        if self._is_uneven and self._patience > 0:
-            # New buckets came, but the old ones, never measured, did not show as freed: measure another step.
-            self._patience -= 1
-            return False
         self._left -= 1
         phases = [
             phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
@@ -147,13 +143,9 @@ class StepWatch:
 
     def _note_gradients(self) -> None:
         """Remember which gradients were made under a meter's eyes."""
-        older = {id(tensor()) for tensor, _ in self._older}
-        new = [each for each in own_gradients(self._model) if id(each) not in older]
-        self._seen = {id(each): ref(each) for each in new}
-
-    def _has_seen(self, gradient: torch.Tensor) -> bool:
-        seen = self._seen.get(id(gradient))
-        return seen is not None and seen() is gradient
+        for each in own_gradients(self._model):
+            if each not in self._older:
+                self._seen[each] = each.nbytes
 
 
 # -------------------------------------------------------------------- The search for budgets.
@@ -169,12 +161,7 @@ _MOST_CHAINS = 256
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan, and what a step under it took.
-
-    Attributes:
-        plan_bytes: Its predicted peak.
-        measured_bytes: Peak of the whole process, until the optimizer's step.
-    """
+    """A plan, its predicted peak, and the peak of the whole process in a step under it, until the optimizer's step."""
 
     budget_bytes: int
     plan_bytes: int
@@ -182,7 +169,7 @@ class Trial:
 
 
 class ClosedLoop:
-    """The search for one chain's budget.
+    """The search for one chain's budget, between one that has kept the limit and a plan that took too much.
 
     ``size_bytes`` turned out to be needed outside of it so far; negative if less was needed than was kept free.
     """
@@ -191,34 +178,31 @@ class ClosedLoop:
         self.chain_bytes, self.size_bytes = chain_bytes, size_bytes
         self._good: Trial | None = None
         self._bad: Trial | None = None
-        self._overshoots = 0
-        self._growths = 0
+        self._overshoots = self._growths = 0
 
-    def too_much(self, trial: Trial, limit_bytes: int) -> int | None:
-        """The next budget after a peak above the limit, or None if many did not help."""
+    def following(self, trial: Trial, limit_bytes: int) -> int | None:
+        """The next budget; None if this one is good enough, or if many that were too much did not help."""
+        return (self._less if trial.measured_bytes > limit_bytes else self._more)(trial, limit_bytes)
+
+    def _less(self, trial: Trial, limit_bytes: int) -> int | None:
         if self._bad is None or trial.plan_bytes <= self._bad.plan_bytes:
             self._bad = trial
         if self._good is not None and self._good.budget_bytes >= trial.budget_bytes:
             self._good = None  # what did once does not always
         self._overshoots += 1
+        has_more = self._overshoots <= _MOST_OVERSHOOTS
         if self._good is not None:
-            between = None if self._overshoots > _MOST_OVERSHOOTS else self._between(limit_bytes)
-            return between or self._good.budget_bytes
-        if self._overshoots > _MOST_OVERSHOOTS:
-            return None
+            return (self._between(limit_bytes) if has_more else None) or self._good.budget_bytes
         # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
-        return trial.plan_bytes - ((trial.measured_bytes - limit_bytes) << (self._overshoots - 1))
+        steps_bytes = (trial.measured_bytes - limit_bytes) << (self._overshoots - 1)
+        return trial.plan_bytes - steps_bytes if has_more else None
 
-    def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
-        """The next budget after a peak that kept the limit, or None if this one is good enough.
-
-        ``calls`` counts those of the planned module in the step: what each takes more may be alive at the same time.
-        """
+    def _more(self, trial: Trial, limit_bytes: int) -> int | None:
         if self._good is None or trial.budget_bytes > self._good.budget_bytes:
             self._good = trial
         if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
             return None
-        grown: int | None = trial.plan_bytes + (limit_bytes - trial.measured_bytes) // max(calls, 1)
+        grown: int | None = trial.plan_bytes + limit_bytes - trial.measured_bytes
         if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
             grown = self._between(limit_bytes)
         if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
@@ -228,20 +212,21 @@ class ClosedLoop:
 
     def _between(self, limit_bytes: int) -> int | None:
         """Where the limit should be reached, between a good budget and the plan that took too much."""
-        assert self._good is not None
-        assert self._bad is not None
-        gap = self._bad.plan_bytes - self._good.budget_bytes
+        good, bad = self._good, self._bad
+        assert good is not None
+        assert bad is not None
+        gap = bad.plan_bytes - good.budget_bytes
         if gap <= _NARROW * limit_bytes:
             return None
-        share = (limit_bytes - self._good.measured_bytes) / (self._bad.measured_bytes - self._good.measured_bytes)
-        return self._good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
+        share = (limit_bytes - good.measured_bytes) / (bad.measured_bytes - good.measured_bytes)
+        return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
 class Corrections:
     """What measured steps have taught, for each chain."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, ClosedLoop] = OrderedDict()
+        self._known: dict[str, ClosedLoop] = {}
 
     def __contains__(self, chain: Chain) -> bool:
         return chain.fingerprint in self._known
@@ -252,8 +237,7 @@ class Corrections:
 
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
         """Take over the corrections of an earlier training."""
-        for name, (chain_bytes, size_bytes) in corrections.items():
-            self._known[name] = ClosedLoop(chain_bytes, size_bytes)
+        self._known |= {name: ClosedLoop(*sizes) for name, sizes in corrections.items()}
 
     def of(self, chain: Chain) -> int:
         """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
@@ -271,29 +255,28 @@ class Corrections:
         ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
         until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
         """
-        is_better = True
+        exceeds, is_better = measured_bytes > limit_bytes, True
         for plan in {id(plan): plan for plan in runs}.values():
             known = self._take_up(plan.chain)
-            trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
-            if measured_bytes > limit_bytes:
-                # Where other plans did not help, that is the one that takes least.
-                is_better = _replanned(modules, plan, known, known.too_much(trial, limit_bytes) or 0)
-            elif may_grow and plan.recomputed and not modules.is_capped(plan):
-                budget = known.too_little(trial, limit_bytes, calls=len(runs))
-                if budget is not None:
-                    _replanned(modules, plan, known, budget)
-        if measured_bytes > limit_bytes and is_better:
+            if not exceeds and not (may_grow and plan.recomputed and not modules.is_capped(plan)):
+                continue
+            budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), limit_bytes)
+            if exceeds:  # where other plans did not help, the one that takes least
+                is_better = _replanned(modules, plan, known, budget or 0)
+            elif budget is not None:
+                _replanned(modules, plan, known, budget)
+        if exceeds and is_better:
             modules.unplan(lambda plan: plan.chain in self)
         return is_better
 
     def _take_up(self, chain: Chain) -> ClosedLoop:
-        name = chain.fingerprint
-        if name not in self._known:
-            self._known[name] = ClosedLoop(_bytes_of(chain), self.of(chain))
-        self._known.move_to_end(name)
-        while len(self._known) > _MOST_CHAINS:
-            self._known.popitem(last=False)
-        return self._known[name]
+        """What is known of a chain, now used last."""
+        size_bytes = self.of(chain)
+        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
+        self._known[chain.fingerprint] = known
+        if len(self._known) > _MOST_CHAINS:
+            del self._known[next(iter(self._known))]
+        return known
 
 
 def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:
@@ -330,7 +313,7 @@ class StepLimit:
 
     def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None, *, beyond: bool) -> None:
         self.size_bytes, self.beyond = 0, beyond
-        self.excess_bytes = self._correction_bytes = 0  # what the least plan takes beyond the limit, and a part of that
+        self._excess_bytes = self._correction_bytes = 0  # of the least plan beyond the limit, and a part of that
         self.corrections = Corrections()
         self._loop, self._limit = loop, limit
         self._agreed_bytes: int | None = None
@@ -359,7 +342,7 @@ class StepLimit:
         if chain not in self.corrections:
             budget = replace(budget, guessed_bytes=correction_bytes)
         self._told = replace(budget, error=TrialError) if self._loop.is_trial else budget
-        self.excess_bytes, self._correction_bytes = 0, correction_bytes
+        self._excess_bytes, self._correction_bytes = 0, correction_bytes
         return self._told
 
     def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
@@ -380,13 +363,13 @@ class StepLimit:
 
     def reserved_beside(self, plan: Plan) -> int:
         """What of the process is not for a plan."""
-        return max(self.size_bytes - plan.budget_bytes + self.excess_bytes, 0)
+        return max(self.size_bytes - plan.budget_bytes + self._excess_bytes, 0)
 
     # ---------------------------------------------------------------- where no plan keeps it
 
     def refuse(self, error: BudgetError, step: Step | None) -> None:
         """No plan for a call fits: go beyond the limit, or end training once the step has shown what it needs."""
-        self.excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
+        self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
         is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
         missing_bytes = error.minimum_bytes - self.size_bytes

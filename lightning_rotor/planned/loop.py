@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,11 +12,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import flop_registry
 
-from lightning_rotor.errors import BudgetError, ProfilingError
+from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planning import Plan
@@ -30,9 +32,9 @@ Told = TypeVar("Told")
 
 
 class Agreement:
-    """What a planned forward asks of other processes; of one ``alone``, nothing. Some can only measure ``together``."""
+    """What a planned forward asks of other processes, where they measure and plan ``together``; by itself, nothing."""
 
-    alone, together = True, False
+    together = False
 
     def any(self, is_so: bool) -> bool:
         """True if it is so in this process or in one that measures and plans together with it."""
@@ -42,8 +44,8 @@ class Agreement:
         """True if this process has a schedule for a call, and each that plans together with it has the same."""
         return schedule is not None
 
-    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
+    def settle(self, outcome: Plan | BudgetError) -> Plan:
+        """The plan to run instead of one's own ``outcome``, or ``BudgetError``."""
         if isinstance(outcome, BudgetError):
             raise outcome
         return outcome
@@ -188,14 +190,11 @@ class TrainingLoop(Protocol):
     is_compiled: bool
     is_lead: bool
     profiler_is_taken: bool
+    local_processes: int  # of this training, on this machine
 
     @property
     def is_trial(self) -> bool:
         """True while a tuner tries a batch size, and wants to hear of a lack of memory."""
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that train together."""
 
     @property
     def device(self) -> torch.device:
@@ -217,37 +216,37 @@ class TrainingLoop(Protocol):
     def has_stepped(self) -> bool:
         """True once an optimizer has taken a step."""
 
-    @property
-    def batches_done(self) -> int:
-        """Batches since training began."""
-
-    def sharing(self, device: torch.device) -> int:
-        """Number of processes of this training that take memory from this device."""
-
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
-        raise ProfilingError("a plain loop has no step that could run dry")
-
-    def warn(self, message: str) -> None:
-        """Tell the user, once for all processes."""
 
     def untoggled(self) -> AbstractContextManager[None]:
         """Context in which parameters require gradients as over a whole step, whichever optimizer's turn it is."""
 
     # ---------------------------------------------------------------- other processes
 
+    @property
+    def processes(self) -> int:
+        """Number of processes that train together."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""
+        found = [told] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(found, told)
+        return found
 
-    def meet(self, *, beyond: bool) -> Agreement:
-        """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""
+    def warn(self, message: str) -> None:
+        """Tell the user, once for all processes."""
+        if self.is_lead:
+            warnings.warn(message, RotorWarning, stacklevel=2)
 
     # ---------------------------------------------------------------- memory
 
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
         """A user's limit as this process sees it."""
-        device = self.device
-        return process_limit_bytes(limit, self.model, self.optimizers, batch, device, sharing=self.sharing(device))
+        sharing = self.local_processes if self.device.type == "cpu" else 1
+        return process_limit_bytes(limit, self.model, self.optimizers, batch, self.device, sharing=sharing)
 
     def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
         """What the process holds besides the activations of a module: what is there, and what will be."""
@@ -291,7 +290,7 @@ class TrainingLoop(Protocol):
     def may_take_new_buckets(self) -> bool:
         """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
         wrapped = self.wrapped
-        if not isinstance(wrapped, DistributedDataParallel) or self.batches_done < 1:
+        if not isinstance(wrapped, DistributedDataParallel) or not self.has_stepped:
             return False
         if wrapped.find_unused_parameters and not wrapped.static_graph:
             return False

@@ -33,7 +33,6 @@ _log = logging.getLogger(__name__)
 # A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
 _NOTABLE = 0.2
 _HEAVY = 0.05
-_MOST_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +77,11 @@ def _computes(module: nn.Module) -> bool:
 class TargetSearch:
     """Finds the submodule to plan when the user names none: by parameters at first, by compute once it is known.
 
-    With ``may_be_whole`` the model has a forward of its own. It is the choice if that reaches much more compute than
-    any submodule, or if there is none.
+    A model that ``may_be_whole`` is the choice if its forward reaches much more compute than any submodule.
     """
 
     def __init__(self, model: nn.Module, *, may_be_whole: bool) -> None:
-        self._model = model
-        self._may_be_whole = may_be_whole
+        self._model, self._may_be_whole = model, may_be_whole
         self._compute: StepCompute | None = None
         self.unknown_because = "its compute is not known yet"
         self._refused: set[str] = set()
@@ -138,10 +135,7 @@ class TargetSearch:
         left_out = self._shares([target.name for target in targets])
         if sum(share for _, share in left_out) < _NOTABLE:
             return None
-        named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out[:_MOST_NAMES]]
-        rest = left_out[_MOST_NAMES:]
-        if rest:
-            named.append(f"{len(rest)} more ({100 * sum(share for _, share in rest):.0f} %)")
+        named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out]
         refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self._refused))
         planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
         return (
@@ -161,11 +155,8 @@ class TargetSearch:
         return 0.0 if self._compute is None else self._compute.share(name)
 
     def _target(self, name: str) -> Target:
-        if self._compute is None:
-            reason = (
-                f"{self._weight(name):,} trainable parameters, the most that can be planned ({self.unknown_because})"
-            )
-        else:
+        reason = f"{self._weight(name):,} trainable parameters, the most that can be planned ({self.unknown_because})"
+        if self._compute is not None:
             reason = f"{100 * self._share(name):.0f} % of the FLOPs of a training step's forward"
             if assumed := self._compute.assumed_values:
                 reason += f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"

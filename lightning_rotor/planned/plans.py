@@ -320,7 +320,7 @@ class Plans:
         """Plan anew for known costs, as all processes agree."""
         outcome = self._outcome(prepared.profile)
         if not (prepared.estimated and isinstance(outcome, Plan)):
-            outcome = self._source.ranks.settle(call_fingerprint(signature, self._compiled.choice), outcome)
+            outcome = self._source.ranks.settle(outcome)
         return self.use_plan(signature, prepared.without_plan(), outcome)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:

@@ -41,6 +41,7 @@ from lightning_rotor.planned.modules import (
     may_be_planned,
 )
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.ranks import meet
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
@@ -96,7 +97,7 @@ class StepPlanner(BudgetSource):
             take_workspaces(self.loop.device)
             if self.loop.processes > 1:
                 self.limit.agree(tensors)
-                self.ranks = self.loop.meet(beyond=self.limit.beyond)
+                self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
         if self._step.is_first:
@@ -200,8 +201,8 @@ class StepPlanner(BudgetSource):
         return budget.reduced_to(0, "other calls of the step")
 
     def may_plan_again(self, plans: Plans) -> bool:
-        """Calls that are alive together, and those of several processes, are not planned by the seconds of each."""
-        return self.ranks.alone and not self._is_joint and self.modules.is_alone(plans)
+        """Calls that are alive together, and those of processes in lockstep, are not planned by the seconds of each."""
+        return not self.ranks.together and not self._is_joint and self.modules.is_alone(plans)
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
