@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from rich.console import Console
-from torch import nn
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
@@ -115,22 +114,12 @@ class RotorBatchSizeAdvice(pl.Callback):
         target, whole = chosen.module, Stage("", (model,))
         with kept_attributes(whole, keep_parameters=False), loop.trainer.precision_plugin.train_step_context():
             model.train()
-            costs = measured_costs(target, _input_of(target, model, batch))
+            found = first_call(model, target, batch)
+            if found is None:
+                raise ModelError(
+                    f"training_step does not call the {type(target).__name__} that was to be planned: name another "
+                    "with module="
+                )
+            costs = measured_costs(target, *found[0])
         resident = loop.resident(target, tensors_in(batch), torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
-
-
-def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """What ``training_step`` hands to a module."""
-    found = first_call(model, target, batch)
-    if found is None:
-        raise ModelError(
-            f"training_step does not call the {type(target).__name__} that was to be planned: name another with module="
-        )
-    (args, kwargs), _ = found
-    if kwargs:
-        raise ModelError(
-            f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected positional ones "
-            "alone"
-        )
-    return args

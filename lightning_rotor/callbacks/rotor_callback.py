@@ -114,12 +114,6 @@ class _ProcessPlan:
         )
 
 
-def _log_to_all(trainer: pl.Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
-    """Give numbers to every logger."""
-    for logger in trainer.loggers:
-        logger.log_metrics(_named(logger, prefix, metrics), step=private.logging_step(trainer))
-
-
 def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
     """Give settings to every logger, before the Trainer gives those of the model."""
     for logger in trainer.loggers:
@@ -224,7 +218,8 @@ class RotorCallback(pl.Callback):
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
     Several processes keep inside the least of their limits, DDP's buckets included, and run one plan where the planned
-    module communicates (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is one stage.
+    module communicates (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is
+    one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
     ``measured_overhead_percent`` (from the second step on), ``budget_bytes``,
@@ -411,8 +406,9 @@ class RotorCallback(pl.Callback):
         shown = self._shown() if is_logged or self._progress_bar else None
         if shown is None:
             return
-        if is_logged:
-            _log_to_all(trainer, type(self).__qualname__, shown.metrics())
+        for logger in trainer.loggers if is_logged else ():
+            metrics = _named(logger, type(self).__qualname__, shown.metrics())
+            logger.log_metrics(metrics, step=private.logging_step(trainer))
         if self._progress_bar:
             values = {"rotor_overhead_%": 100 * shown.plan.overhead}
             if shown.measured_peak_bytes is not None:

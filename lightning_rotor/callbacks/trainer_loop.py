@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any, NoReturn
@@ -143,46 +143,20 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         self.model, self.trainer = model, trainer
-        self._callback = callback
         self.is_compiled = is_compiled(model)
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
         self.local_processes = int(trainer.num_devices)
         self.profiler_is_taken = isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)
-
-    @property
-    @override
-    def is_trial(self) -> bool:
-        """True if the callback is not the Trainer's: tuners take all callbacks out while one tries another batch."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return self._callback is not None and self._callback not in callbacks
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    @override
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self.trainer.optimizers
-
-    @property
-    @override
-    def wrapped(self) -> nn.Module | None:
-        return self.trainer.strategy.model
-
-    @property
-    @override
-    def gradients_linger(self) -> bool:
-        """True as zero_grad runs between forward and backward, unless several backwards add up or the user decides."""
-        return self.model.automatic_optimization and self.trainer.accumulate_grad_batches == 1
-
-    @property
-    @override
-    def has_stepped(self) -> bool:
-        return self.trainer.global_step > 0
+        # Tuners take all callbacks out while one tries another batch.
+        self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
+        self.device = lambda: model.device
+        self.optimizers = lambda: trainer.optimizers
+        self.wrapped = lambda: trainer.strategy.model
+        # zero_grad runs between forward and backward, unless several backwards add up or the user decides.
+        self.gradients_linger = lambda: model.automatic_optimization and trainer.accumulate_grad_batches == 1
+        self.has_stepped = lambda: trainer.global_step > 0
 
     @override
     def compute(

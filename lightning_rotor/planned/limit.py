@@ -86,13 +86,13 @@ class StepWatch:
         """
         if self._was_interrupted:
             return
-        on_cpu = loop.device.type == "cpu"
+        on_cpu = loop.device().type == "cpu"
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
             return
         if on_cpu and loop.may_take_new_buckets():
             return  # the old ones, never measured, would not show as freed
-        meter = StepMeter(loop.device)
+        meter = StepMeter(loop.device())
         try:
             meter.start()
         except ProfilingError as error:
@@ -341,7 +341,7 @@ class StepLimit:
         budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
         if chain not in self.corrections:
             budget = replace(budget, guessed_bytes=correction_bytes)
-        self._told = replace(budget, error=TrialError) if self._loop.is_trial else budget
+        self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
         self._excess_bytes, self._correction_bytes = 0, correction_bytes
         return self._told
 
@@ -358,8 +358,8 @@ class StepLimit:
         loop = self._loop
         with loop.untoggled():
             gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
-            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers)
-        return gradients + state, state if loop.gradients_linger else gradients + state
+            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers())
+        return gradients + state, state if loop.gradients_linger() else gradients + state
 
     def reserved_beside(self, plan: Plan) -> int:
         """What of the process is not for a plan."""
@@ -371,9 +371,9 @@ class StepLimit:
         """No plan for a call fits: go beyond the limit, or end training once the step has shown what it needs."""
         self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
-        is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
+        is_simple = runs and loop.gradients_linger() and not loop.is_trial() and loop.processes == 1
         missing_bytes = error.minimum_bytes - self.size_bytes
-        has_no_more = loop.device.type == "cuda" and missing_bytes > usable_bytes(loop.device)
+        has_no_more = loop.device().type == "cuda" and missing_bytes > usable_bytes(loop.device())
         if self.beyond or not is_simple or has_no_more:
             self._go_beyond(error)
         else:
@@ -391,18 +391,13 @@ class StepLimit:
             budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
         raise budget.refusal(least_bytes, error)
 
-    def exceeded(self, peak_bytes: int, names: Sequence[str], calls: Sequence[Plan]) -> None:
+    def exceeded(self, peak_bytes: int, calls: Sequence[Plan]) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""
-        parts = ", ".join(
-            f"{format_bytes(call.peak_bytes)} in {name or 'the model itself'}"
-            for name, call in zip(names, calls, strict=False)
-        )
         minimum_bytes = int(peak_bytes * (_SEVERAL if len(calls) > 1 else _UNEVEN))
         error = self._told.error(
             f"mem_limit {format_bytes(self.size_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
             f"({minimum_bytes:,} bytes) for this model and batch: a measured step has taken {format_bytes(peak_bytes)} "
-            f"under the plan that takes least, {parts} and the rest of the step. Raise mem_limit or lower the batch "
-            "size",
+            "under the plan that takes least. Raise mem_limit or lower the batch size",
             budget_bytes=self.size_bytes,
             minimum_bytes=minimum_bytes,
             stage=max(calls, key=lambda call: call.peak_bytes).chain.names[0],

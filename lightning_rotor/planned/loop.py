@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -58,9 +58,8 @@ _MOST_READS = 1000
 _LONGEST_REASON = 300
 
 
-@dataclass(frozen=True, slots=True)
-class StepCompute:
-    """FLOPs of the forwards in one training step.
+class StepCompute(AssumedValues):
+    """FLOPs of the forwards in one training step, counted while it runs.
 
     Attributes:
         plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
@@ -69,14 +68,43 @@ class StepCompute:
         assumed_values: How often the step asked for a value that a dry run cannot know.
     """
 
-    total: int
-    plannable: Mapping[str, int]
-    assumed_values: int = 0
-    calls: Mapping[str, int] = field(default_factory=dict)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.total = 0
+        self.plannable: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._running: list[str] = []
+        for name, module in model.named_modules():
+            # Not a hook: those do not fire when a forward is called by its name.
+            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
 
     def share(self, name: str) -> float:
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
-        return self.plannable.get(name, 0) / self.total
+        return self.plannable[name] / self.total
+
+    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        recursive, before = name in self._running, self.total
+        self._running.append(name)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
+            self.plannable[name] += self.total - before
+            self.calls[name] += 1
+        return output
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assumed = self.assumed_values
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.assumed_values > _MOST_READS:
+            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
+        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
+            self.total += _flops(func, args, kwargs or {}, result)
+        return result
 
 
 def measure_compute(
@@ -86,15 +114,9 @@ def measure_compute(
     *,
     replacements: Mapping[int, Any] | None = None,
 ) -> StepCompute:
-    """FLOPs of a training step by submodule, counted on copies without values of the model and ``inputs``.
+    """FLOPs of a step on copies without values of the model and ``inputs``; ``ProfilingError`` if it needs values.
 
-    ``step`` is called once, with these copies. By ``id``, ``replacements`` stand in them for objects that a dry run
-    must not touch. Raises ``ProfilingError`` if the step cannot run without values.
-
-    Example:
-        >>> net = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-        >>> measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch)).plannable["0"]
-        192
+    By ``id``, ``replacements`` stand in the copies for objects that a dry run must not touch.
     """
     try:
         found = _count(model, inputs, step, replacements or {})
@@ -114,47 +136,10 @@ def _count(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         duplicate, inputs = fake_copy((model, inputs), mode, replacements)
-        with _Count(duplicate) as count:
+        found = StepCompute(duplicate)
+        with found:
             step(duplicate, inputs)
-    return StepCompute(count.flops, dict(count.plannable), count.assumed_values, dict(count.calls))
-
-
-class _Count(AssumedValues):
-    """Counts operations, and knows whose forward runs them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.flops = 0
-        self.plannable: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self._running: list[str] = []
-        for name, module in model.named_modules():
-            # Not a hook: those do not fire when a forward is called by its name.
-            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
-
-    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        recursive, before = name in self._running, self.flops
-        self._running.append(name)
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            self._running.pop()
-        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
-            self.plannable[name] += self.flops - before
-            self.calls[name] += 1
-        return output
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        assumed = self.assumed_values
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.assumed_values > _MOST_READS:
-            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
-        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
-            self.flops += _flops(func, args, kwargs or {}, result)
-        return result
+    return found
 
 
 def _outputs_in(value: Any) -> list[torch.Tensor]:
@@ -183,38 +168,32 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 class TrainingLoop(Protocol):
-    """Trains a model. Adapters of frameworks say how."""
+    """Trains a model. Adapters of frameworks say how.
+
+    Attributes:
+        may_be_whole: The model's own forward may be planned.
+        is_compiled: The model was compiled as a whole.
+        is_lead: This process speaks for all.
+        profiler_is_taken: The user wants torch's one profiler.
+        local_processes: Of this training, on this machine.
+        is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
+        wrapped: The model as the strategy has wrapped it.
+        gradients_linger: True if gradients of one step are there until after the next forward, and no longer.
+        has_stepped: True once an optimizer has taken a step.
+    """
 
     model: nn.Module
     may_be_whole: bool
     is_compiled: bool
     is_lead: bool
     profiler_is_taken: bool
-    local_processes: int  # of this training, on this machine
-
-    @property
-    def is_trial(self) -> bool:
-        """True while a tuner tries a batch size, and wants to hear of a lack of memory."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model trains."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers."""
-
-    @property
-    def wrapped(self) -> nn.Module | None:
-        """The model as the strategy has wrapped it."""
-
-    @property
-    def gradients_linger(self) -> bool:
-        """True if gradients of one step are there until after the next forward, and no longer."""
-
-    @property
-    def has_stepped(self) -> bool:
-        """True once an optimizer has taken a step."""
+    local_processes: int
+    is_trial: Callable[[], bool]
+    device: Callable[[], torch.device]
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
+    wrapped: Callable[[], nn.Module | None]
+    gradients_linger: Callable[[], bool]
+    has_stepped: Callable[[], bool]
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
@@ -245,32 +224,32 @@ class TrainingLoop(Protocol):
 
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
         """A user's limit as this process sees it."""
-        sharing = self.local_processes if self.device.type == "cpu" else 1
-        return process_limit_bytes(limit, self.model, self.optimizers, batch, self.device, sharing=sharing)
+        sharing = self.local_processes if self.device().type == "cpu" else 1
+        return process_limit_bytes(limit, self.model, self.optimizers(), batch, self.device(), sharing=sharing)
 
     def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
         """What the process holds besides the activations of a module: what is there, and what will be."""
         with self.untoggled():
-            resident = ResidentMemory.of(self.model, target, self.optimizers, batch, device)
+            resident = ResidentMemory.of(self.model, target, self.optimizers(), batch, device)
         communication_bytes, other_bytes = self.communication_bytes(), 0
         if device.type == "cuda":
-            named = named_bytes(self.model, self.optimizers, batch, device) + communication_bytes
+            named = named_bytes(self.model, self.optimizers(), batch, device) + communication_bytes
             other_bytes = max(0, torch.cuda.memory_allocated(device) - named)
         return replace(
             resident,
             communication_bytes=communication_bytes,
             other_bytes=other_bytes,
-            gradients_linger=self.gradients_linger,
+            gradients_linger=self.gradients_linger(),
         )
 
     def allocated_bytes(self, batch: Sequence[torch.Tensor]) -> int:
         """What training holds at this moment."""
-        base_bytes = allocated_bytes(self.model, self.optimizers, batch, self.device)
-        return base_bytes if self.device.type == "cuda" else base_bytes + self._unnamed_bytes()
+        base_bytes = allocated_bytes(self.model, self.optimizers(), batch, self.device())
+        return base_bytes if self.device().type == "cuda" else base_bytes + self._unnamed_bytes()
 
     def communication_bytes(self) -> int:
         """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
-        wrapped = self.wrapped
+        wrapped = self.wrapped()
         if isinstance(wrapped, DistributedDataParallel):
             ignored: set[str] = wrapped.parameters_to_ignore
             learning = (p for name, p in wrapped.module.named_parameters() if p.requires_grad and name not in ignored)
@@ -281,7 +260,7 @@ class TrainingLoop(Protocol):
 
     def _unnamed_bytes(self) -> int:
         """Bytes held now that neither parameters nor gradients of the model show."""
-        wrapped: Any = self.wrapped
+        wrapped: Any = self.wrapped()
         if not isinstance(wrapped, DistributedDataParallel):
             return self._hidden_bytes()
         shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
@@ -289,8 +268,8 @@ class TrainingLoop(Protocol):
 
     def may_take_new_buckets(self) -> bool:
         """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
-        wrapped = self.wrapped
-        if not isinstance(wrapped, DistributedDataParallel) or not self.has_stepped:
+        wrapped = self.wrapped()
+        if not isinstance(wrapped, DistributedDataParallel) or not self.has_stepped():
             return False
         if wrapped.find_unused_parameters and not wrapped.static_graph:
             return False
@@ -298,7 +277,7 @@ class TrainingLoop(Protocol):
 
     def _shards(self) -> list[torch.Tensor]:
         """Parts of the spread parameters that optimizers hold."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        groups = (group for optimizer in self.optimizers() for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "device_mesh")]
 
     def _hidden_bytes(self) -> int:

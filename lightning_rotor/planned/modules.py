@@ -84,7 +84,7 @@ class TargetSearch:
         self._model, self._may_be_whole = model, may_be_whole
         self._compute: StepCompute | None = None
         self.unknown_because = "its compute is not known yet"
-        self._refused: set[str] = set()
+        self.refused: set[str] = set()  # those that have turned out to be no chain
 
     def count(self, compute: Callable[[], StepCompute]) -> None:
         """Rank by the compute of a training step from now on, if that can be counted."""
@@ -93,20 +93,16 @@ class TargetSearch:
         except ProfilingError as error:
             self.unknown_because = str(error)
 
-    def refuse(self, target: Target) -> None:
-        """Never find this one again, as it has turned out to be no chain."""
-        self._refused.add(target.name)
-
     def best(self) -> Target | None:
         """The submodule to plan, or None if there is none. Of submodules that do the same, the outermost."""
         names = [
             name
             for name, module in self._model.named_modules()
-            if name and name not in self._refused and self._weight(name) and may_be_planned(module)
+            if name and name not in self.refused and self._weight(name) and may_be_planned(module)
         ]
         # The first of the largest: a module comes before what is in it.
         best = max(names, key=self._weight, default=None)
-        may_be_whole = self._may_be_whole and "" not in self._refused and self._weight("") > 0
+        may_be_whole = self._may_be_whole and "" not in self.refused and self._weight("") > 0
         if may_be_whole and (best is None or self._share("") >= self._share(best) + _NOTABLE):
             best = ""
         return None if best is None else self._target(best)
@@ -116,7 +112,7 @@ class TargetSearch:
         best = self.best()
         if best is None:
             return []
-        beside = self._shares([best.name], self._refused)
+        beside = self._shares([best.name], self.refused)
         return [best, *(self._target(name) for name, share in beside if share >= _HEAVY)]
 
     def calls(self, names: Collection[str]) -> int:
@@ -136,7 +132,7 @@ class TargetSearch:
         if sum(share for _, share in left_out) < _NOTABLE:
             return None
         named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out]
-        refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self._refused))
+        refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self.refused))
         planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
         return (
             f"plans {planned}; not planned, and kept as without a limit: {', '.join(named)}. "
@@ -198,11 +194,7 @@ class PlannedModule:
 
 
 class PlannedModules:
-    """The planned modules of a model; a guess until the first batch shows where a step computes.
-
-    Args:
-        names: What the user wants planned, or None for all that is heavy.
-    """
+    """The planned modules of a model, those of these names; else a guess until a first batch shows what is heavy."""
 
     def __init__(
         self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, names: str | Sequence[str] | None
@@ -211,7 +203,6 @@ class PlannedModules:
         self._names = [names] if isinstance(names, str) else names
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
-        self._warnings: list[str] = []
         self.is_guess = self._is_news = False
         self._first_refusal: RotorError | None = None
 
@@ -267,7 +258,7 @@ class PlannedModules:
         if self._search is None:
             raise error
         module = next(module for module in self if module.plans is plans)
-        self._search.refuse(module.target)
+        self._search.refused.add(module.target.name)
         found = self._search.all()
         self._first_refusal = self._first_refusal or error
         if not found:
@@ -302,14 +293,18 @@ class PlannedModules:
 
     def tell(self) -> None:
         """Say what is planned, and warn of what is not, or not as it was, once that is certain."""
-        if self.is_guess:
+        if self.is_guess or not self._is_news:
             return
-        if self._is_news and self._loop.is_lead:
-            _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
         self._is_news = False
-        for message in self._warnings:
-            self._loop.warn(message)
-        self._warnings.clear()
+        if self._loop.is_lead:
+            _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
+        for target in (module.target for module in self):
+            if self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER):
+                taken = taken_apart("the LightningModule" if self._loop.is_compiled else target.place)
+                self._loop.warn(f"RotorCallback: {taken}")
+        left_out = None if self._search is None else self._search.what_is_left_out([each.target for each in self])
+        if left_out is not None:
+            self._loop.warn(f"RotorCallback {left_out}")
 
     def _take(self, targets: Sequence[Target]) -> None:
         if not targets:
@@ -337,17 +332,7 @@ class PlannedModules:
         except ModelError:
             self.end()
             raise
-        left_out = None if self._search is None else self._search.what_is_left_out([each.target for each in self])
-        self._warnings = self._what_is_taken_apart() + [f"RotorCallback {left_out}"] * (left_out is not None)
         self._is_news = True
-
-    def _what_is_taken_apart(self) -> list[str]:
-        """A warning for each target that was compiled and does not stay so."""
-        return [
-            f"RotorCallback: {taken_apart('the LightningModule' if self._loop.is_compiled else target.place)}"
-            for target in (module.target for module in self)
-            if self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER)
-        ]
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

@@ -91,10 +91,10 @@ class StepPlanner(BudgetSource):
     def begin_step(self, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
         tensors = tensors_in(batch)
-        self._step = Step(tensors, is_first=not self.loop.has_stepped)
+        self._step = Step(tensors, is_first=not self.loop.has_stepped())
         if not self._has_met:
             self._has_met = True
-            take_workspaces(self.loop.device)
+            take_workspaces(self.loop.device())
             if self.loop.processes > 1:
                 self.limit.agree(tensors)
                 self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
@@ -164,8 +164,7 @@ class StepPlanner(BudgetSource):
         if self.plan is None:
             return
         self.watch.give_up()
-        names = getattr(self.plan, "names", None) or [module.target.name for module in self.modules]
-        self.limit.exceeded(peak_bytes, names, self.plan.calls)
+        self.limit.exceeded(peak_bytes, self.plan.calls)
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
@@ -229,7 +228,7 @@ class StepPlanner(BudgetSource):
         """A call is about to run."""
         if self._step is None:
             return
-        if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
+        if self._step.is_first and not self._step.numbers and self.loop.device().type == "cpu":
             self._step.find(tensors_in(value))
         self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
