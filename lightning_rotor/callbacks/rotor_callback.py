@@ -82,15 +82,6 @@ class _ProcessPlan:
         }
         return {name: number for name, number in numbers.items() if number is not None}
 
-    def summary(self) -> str:
-        """The plan on one line."""
-        measured = "" if self.measured_peak_bytes is None else f" (measured {format_bytes(self.measured_peak_bytes)})"
-        return (
-            f"limit {format_bytes(self.limit_bytes)}, peak {format_bytes(self.predicted_peak_bytes)}{measured}, "
-            f"overhead {100 * self.plan.overhead:.1f} % of the step, measuring took "
-            f"{format_seconds(self.measuring_seconds)} and planning {format_seconds(self.plan.solve_seconds)}"
-        )
-
     def table(self) -> Table:
         """What the plan, and each of its calls if it is for several, costs."""
         rows = [("Measuring", format_seconds(self.measuring_seconds))]
@@ -420,7 +411,16 @@ class RotorCallback(pl.Callback):
         shown = self._shown()
         if shown is None or not trainer.is_global_zero:
             return
-        _log.info("RotorCallback: %s", shown.summary())
+        measured_bytes = shown.measured_peak_bytes
+        _log.info(
+            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
+            format_bytes(shown.limit_bytes),
+            format_bytes(shown.predicted_peak_bytes),
+            "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
+            100 * shown.plan.overhead,
+            format_seconds(shown.measuring_seconds),
+            format_seconds(shown.plan.solve_seconds),
+        )
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:

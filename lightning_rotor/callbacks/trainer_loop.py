@@ -156,7 +156,7 @@ class TrainerLoop(TrainingLoop):
         self.wrapped = lambda: trainer.strategy.model
         # zero_grad runs between forward and backward, unless several backwards add up or the user decides.
         self.gradients_linger = lambda: model.automatic_optimization and trainer.accumulate_grad_batches == 1
-        self.has_stepped = lambda: trainer.global_step > 0
+        self.steps = lambda: trainer.global_step
 
     @override
     def compute(

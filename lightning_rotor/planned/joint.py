@@ -46,18 +46,13 @@ class StepPlan(Plan):
     def of(cls, plan: Plan, names: Sequence[str], chains: Sequence[Chain]) -> StepPlan:
         """A plan for :func:`joined`, told apart."""
         lengths = [len(chain) for chain in chains]
-        before_bytes = _held_before(plan, lengths)
-        calls = tuple(
-            _of_call(chain, schedule, plan, plan.budget_bytes - before)
-            for chain, schedule, before in zip(chains, split(plan.schedule, lengths), before_bytes, strict=True)
-        )
+        calls = []
+        schedules = split(plan.schedule, lengths)
+        for chain, schedule, held_bytes in zip(chains, schedules, _held_before(plan, lengths), strict=True):
+            call = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
+            calls.append(replace(call, budget_bytes=max(plan.budget_bytes - held_bytes, call.peak_bytes)))
         values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-        return cls(**values, names=tuple(names), calls=calls)
-
-
-def _of_call(chain: Chain, schedule: Schedule, plan: Plan, budget_bytes: int) -> Plan:
-    found = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
-    return replace(found, budget_bytes=max(budget_bytes, found.peak_bytes))
+        return cls(**values, names=tuple(names), calls=tuple(calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +385,7 @@ class PathPlans:
         for oldest in list(self._known)[:-_MOST_PATHS]:
             del self._known[oldest]
             self._measured.pop(oldest, None)
+            self._in_part.discard(oldest)
             self._kept.difference_update(oldest)  # a path that is still known tells again
 
     def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:

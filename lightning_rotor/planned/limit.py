@@ -329,12 +329,16 @@ class StepLimit:
     def budget(
         self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
     ) -> Budget:
-        """What a plan may use. What else there is shows when a forward begins; between steps the first counts."""
+        """What a plan may use. What else there is shows when a step's first forward begins; between steps the first."""
         batch = [] if step is None else step.batch
         resident = self._loop.resident(modules, batch, torch.device(chain.device))
         if not batch:  # in a tuner's trial, which is known from its forward alone
             resident = replace(resident, batch_bytes=chain.input_bytes)
-        resident = replace(resident, other_bytes=self._other_bytes(chain, step, resident.other_bytes))
+        other_bytes = self._others.get(chain.fingerprint, resident.other_bytes)
+        if step is not None:
+            step.other_bytes = resident.other_bytes if step.other_bytes is None else step.other_bytes
+            other_bytes = self._others.setdefault(chain.fingerprint, step.other_bytes)
+        resident = replace(resident, other_bytes=other_bytes)
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
         if correction_bytes is None:
             correction_bytes = self.corrections.of(chain)
@@ -344,14 +348,6 @@ class StepLimit:
         self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
         self._excess_bytes, self._correction_bytes = 0, correction_bytes
         return self._told
-
-    def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
-        """What else there was when the first forward of the step began."""
-        if step is None:
-            return self._others.get(chain.fingerprint, now_bytes)
-        if step.other_bytes is None:
-            step.other_bytes = now_bytes
-        return self._others.setdefault(chain.fingerprint, step.other_bytes)
 
     def missing(self) -> tuple[int, int]:
         """What later steps hold besides, in forwards and in backwards: a first step has neither state nor gradients."""

@@ -22,7 +22,7 @@ from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import messages_bytes
-from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, has_rebuilt_buckets, packet_of
+from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 from lightning_rotor.schedule import Schedule
@@ -179,7 +179,7 @@ class TrainingLoop(Protocol):
         is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
         wrapped: The model as the strategy has wrapped it.
         gradients_linger: True if gradients of one step are there until after the next forward, and no longer.
-        has_stepped: True once an optimizer has taken a step.
+        steps: Of all optimizers so far.
     """
 
     model: nn.Module
@@ -193,7 +193,7 @@ class TrainingLoop(Protocol):
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
     wrapped: Callable[[], nn.Module | None]
     gradients_linger: Callable[[], bool]
-    has_stepped: Callable[[], bool]
+    steps: Callable[[], int]
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
@@ -243,9 +243,15 @@ class TrainingLoop(Protocol):
         )
 
     def allocated_bytes(self, batch: Sequence[torch.Tensor]) -> int:
-        """What training holds at this moment."""
+        """What training holds at this moment, on the CPU also what parameters and gradients do not show."""
         base_bytes = allocated_bytes(self.model, self.optimizers(), batch, self.device())
-        return base_bytes if self.device().type == "cuda" else base_bytes + self._unnamed_bytes()
+        wrapped: Any = self.wrapped()
+        if self.device().type == "cuda":
+            return base_bytes
+        if not isinstance(wrapped, DistributedDataParallel):
+            return base_bytes + self._hidden_bytes()
+        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
+        return base_bytes + max(0, self.communication_bytes() - shown)
 
     def communication_bytes(self) -> int:
         """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
@@ -258,22 +264,9 @@ class TrainingLoop(Protocol):
             return 0
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
 
-    def _unnamed_bytes(self) -> int:
-        """Bytes held now that neither parameters nor gradients of the model show."""
-        wrapped: Any = self.wrapped()
-        if not isinstance(wrapped, DistributedDataParallel):
-            return self._hidden_bytes()
-        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
-        return max(0, self.communication_bytes() - shown)
-
     def may_take_new_buckets(self) -> bool:
         """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
-        wrapped = self.wrapped()
-        if not isinstance(wrapped, DistributedDataParallel) or not self.has_stepped():
-            return False
-        if wrapped.find_unused_parameters and not wrapped.static_graph:
-            return False
-        return not has_rebuilt_buckets(wrapped)
+        return isinstance(self.wrapped(), DistributedDataParallel) and 0 < self.steps() <= len(self.optimizers())
 
     def _shards(self) -> list[torch.Tensor]:
         """Parts of the spread parameters that optimizers hold."""

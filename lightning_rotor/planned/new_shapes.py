@@ -60,10 +60,6 @@ class Measurements:
         """Forget signatures of layers that are gone."""
         self._known = {signature: profile for signature, profile in self._known.items() if keep(signature)}
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-
     def estimate(self, signature: Signature) -> tuple[Profile, bool] | None:
         """Costs at least as high as would be measured, and True if they are not much higher; None if it must be."""
         wanted = signature.family

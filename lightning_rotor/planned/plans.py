@@ -397,7 +397,7 @@ class Plans:
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
         self.cache.clear()
-        self._measurements.clear()
+        self._measurements.drop(lambda signature: False)
         self._cuts.forget()
 
 

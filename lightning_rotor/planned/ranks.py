@@ -52,7 +52,10 @@ class JointPlans(Agreement):
 
     def settle(self, outcome: Plan | BudgetError) -> Plan:
         """The plan of the process whose batch leaves the least room; ``RotorError`` if it does not fit all."""
-        outcomes = self._told_by_all(_told(outcome))
+        told: Any = outcome
+        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
+            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+        outcomes = self._told_by_all(told)
         failures = [told for told in outcomes if isinstance(told, BudgetError)]
         if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
@@ -80,13 +83,6 @@ class JointPlans(Agreement):
 def meet(model: nn.Module, *, beyond: bool) -> Agreement:
     """How processes agree on plans for a model. Each waits for all."""
     return JointPlans(dist.new_group(backend="gloo"), beyond=beyond) if communicates(model) else Agreement()
-
-
-def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
-    """Message to the others: the error, or bytes missing for a plan that recomputes nothing, and the schedule."""
-    if isinstance(outcome, BudgetError):
-        return outcome
-    return plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
 
 
 def _under(plan: Plan, schedule: str) -> Plan:

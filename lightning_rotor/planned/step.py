@@ -91,7 +91,7 @@ class StepPlanner(BudgetSource):
     def begin_step(self, batch: Any, batch_idx: int) -> None:
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
         tensors = tensors_in(batch)
-        self._step = Step(tensors, is_first=not self.loop.has_stepped())
+        self._step = Step(tensors, is_first=not self.loop.steps())
         if not self._has_met:
             self._has_met = True
             take_workspaces(self.loop.device())
