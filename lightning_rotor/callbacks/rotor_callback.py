@@ -82,6 +82,19 @@ class _ProcessPlan:
         }
         return {name: number for name, number in numbers.items() if number is not None}
 
+    def tell(self) -> None:
+        """Log the plan, on one line."""
+        measured_bytes = self.measured_peak_bytes
+        _log.info(
+            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
+            format_bytes(self.limit_bytes),
+            format_bytes(self.predicted_peak_bytes),
+            "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
+            100 * self.plan.overhead,
+            format_seconds(self.measuring_seconds),
+            format_seconds(self.plan.solve_seconds),
+        )
+
     def table(self) -> Table:
         """What the plan, and each of its calls if it is for several, costs."""
         rows = [("Measuring", format_seconds(self.measuring_seconds))]
@@ -138,25 +151,21 @@ def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
     except PlotError as error:
         _log.info("RotorCallback logs no picture of the plan: %s", error)
     for logger in loggers:
-        _log_text(logger, f"{prefix}{logger.group_separator}", text, figure, step)
-
-
-def _log_text(logger: Logger, prefix: str, text: str, figure: Any, step: int) -> None:
-    """Log a plan's text and its figure, which may be None."""
-    match logger:
-        case TensorBoardLogger():
-            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's way to keep columns in line
-            logger.experiment.add_text(f"{prefix}plan", indented, step)
-            if figure is not None:
-                logger.experiment.add_figure(f"{prefix}timeline", figure, step)
-        case WandbLogger():
-            logger.log_text(f"{prefix}plan", columns=["plan"], data=[[text]], step=step)
-            if figure is not None:
-                logger.log_image(f"{prefix}timeline", [figure], step=step)
-        case MLFlowLogger():
-            logger.experiment.log_text(logger.run_id, text, f"{prefix}plan.txt")
-            if figure is not None:
-                logger.experiment.log_figure(logger.run_id, figure, f"{prefix}timeline.png")
+        plan, timeline = _named(logger, prefix, {"plan": text, "timeline": figure})
+        match logger:
+            case TensorBoardLogger():
+                indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown keeps columns in line
+                logger.experiment.add_text(plan, indented, step)
+                if figure is not None:
+                    logger.experiment.add_figure(timeline, figure, step)
+            case WandbLogger():
+                logger.log_text(plan, columns=["plan"], data=[[text]], step=step)
+                if figure is not None:
+                    logger.log_image(timeline, [figure], step=step)
+            case MLFlowLogger():
+                logger.experiment.log_text(logger.run_id, text, f"{plan}.txt")
+                if figure is not None:
+                    logger.experiment.log_figure(logger.run_id, figure, f"{timeline}.png")
 
 
 def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,16 +420,7 @@ class RotorCallback(pl.Callback):
         shown = self._shown()
         if shown is None or not trainer.is_global_zero:
             return
-        measured_bytes = shown.measured_peak_bytes
-        _log.info(
-            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
-            format_bytes(shown.limit_bytes),
-            format_bytes(shown.predicted_peak_bytes),
-            "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
-            100 * shown.plan.overhead,
-            format_seconds(shown.measuring_seconds),
-            format_seconds(shown.plan.solve_seconds),
-        )
+        shown.tell()
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:

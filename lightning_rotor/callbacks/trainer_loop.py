@@ -185,9 +185,7 @@ class TrainerLoop(TrainingLoop):
         if name is not None:
             return named_target(self.model, name)
         search = TargetSearch(self.model, may_be_whole=may_be_whole)
-        if batch is None:
-            search.unknown_because = "nothing is trained"
-        else:
+        if batch is not None:
             search.count(lambda: self.compute(batch, 0))
         return search.best()
 

@@ -29,7 +29,7 @@ from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.ranks import communicates
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
-from lightning_rotor.private.values import tensors_in
+from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.units import format_bytes, parse_limit, rendered
 
@@ -173,7 +173,10 @@ def measured_costs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         )
 
     def measured(number: int) -> Chain:
-        call = _first(args, number), _first(kwargs, number)
+        def first(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:number].detach().clone().requires_grad_(tensor.requires_grad)
+
+        call = tree_map_only(torch.Tensor, first, (args, kwargs))
         cut = sequentialize(model, *call)
         return profile_chain(cut.stages, cut.bind(*call), in_lockstep=communicates(model)).chain
 
@@ -204,14 +207,3 @@ def advice_from(
             raise
         options.append(BatchSizeOption(batch_size, solved, budget.reserved_bytes))
     return BatchSizeAdvice(tuple(options), limit_bytes, costs.sizes)
-
-
-def _first(argument: Any, number: int) -> Any:
-    match argument:
-        case torch.Tensor():
-            return argument[:number].detach().clone().requires_grad_(argument.requires_grad)
-        case tuple() | list():
-            return type(argument)(_first(part, number) for part in argument)
-        case dict():
-            return {name: _first(part, number) for name, part in argument.items()}
-    return argument

@@ -11,7 +11,7 @@ into one for each call; bounds and tables hold for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate, zip_longest
 from typing import Any, TypeAlias
@@ -47,9 +47,10 @@ class StepPlan(Plan):
         """A plan for :func:`joined`, told apart."""
         lengths = [len(chain) for chain in chains]
         calls = []
-        schedules = split(plan.schedule, lengths)
-        for chain, schedule, held_bytes in zip(chains, schedules, _held_before(plan, lengths), strict=True):
+        after = {event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"}
+        for chain, schedule, start in zip(chains, split(plan.schedule, lengths), _starts(lengths), strict=True):
             call = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
+            held_bytes = after[start - 1] - plan.lingering_bytes if start else 0  # by earlier calls
             calls.append(replace(call, budget_bytes=max(plan.budget_bytes - held_bytes, call.peak_bytes)))
         values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
         return cls(**values, names=tuple(names), calls=tuple(calls))
@@ -89,9 +90,7 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
         if isinstance(part, Plan):
             stages.append(_as_stage(name, part))
         else:
-            # A later call of the module, whose backward comes first, has left gradients that these are added to.
-            again = name in names[number + 1 :]
-            stages += [_moved_stage(stage, name, len(skips), gradients_exist=again) for stage in part]
+            stages += [_moved_stage(stage, name, len(skips)) for stage in part]
             start = len(stages) - len(part)
             skips += [replace(skip, born=skip.born + start, uses=_moved(skip.uses, start)) for skip in part.skips]
         is_last = number + 1 == len(parts)
@@ -186,14 +185,6 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(length + 1 for length in lengths)][:-1]
 
 
-def _held_before(plan: Plan, lengths: Sequence[int]) -> Iterator[int]:
-    """What earlier calls hold when the forward of each begins."""
-    forwards = {event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"}
-    lingering_bytes = plan.lingering_bytes
-    for start in _starts(lengths):
-        yield forwards[start - 1] - lingering_bytes if start else 0
-
-
 def _kept_option(
     forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
 ) -> Option:
@@ -248,24 +239,10 @@ def _as_stage(name: str, plan: Plan) -> StageCost:
     return StageCost(name, last.output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
 
 
-def _moved_stage(stage: StageCost, call: str, first_skip: int, *, gradients_exist: bool) -> StageCost:
-    """A stage of a call among the others of the step."""
-
-    def moved(option: Option) -> Option:
-        option = replace(option, saved_skips=_moved(option.saved_skips, first_skip))
-        if not gradients_exist:
-            return option
-        peaks = option.backward_peaks(gradients_exist=True)
-        return replace(
-            option,
-            parameter_gradient_bytes=0,
-            backward_peak_bytes=peaks.plain_bytes,
-            backward_segment_peak_bytes=peaks.segment_bytes,
-            backward_held_peak_bytes=peaks.held_bytes,
-            backward_replayed_peak_bytes=peaks.replayed_bytes,
-        )
-
-    return replace(stage, name=f"{call}.{stage.name}", options=tuple(map(moved, stage.options)))
+def _moved_stage(stage: StageCost, call: str, first_skip: int) -> StageCost:
+    """A stage of a call among the others of the step. A later call of its module is to have gradients of its own."""
+    options = (replace(each, saved_skips=_moved(each.saved_skips, first_skip)) for each in stage.options)
+    return replace(stage, name=f"{call}.{stage.name}", options=tuple(options))
 
 
 def _moved_item(item: Item, by: int) -> Item:

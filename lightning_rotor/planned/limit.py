@@ -222,63 +222,6 @@ class ClosedLoop:
         return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
-class Corrections:
-    """What measured steps have taught, for each chain."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, ClosedLoop] = {}
-
-    def __contains__(self, chain: Chain) -> bool:
-        return chain.fingerprint in self._known
-
-    def to_plain(self) -> dict[str, list[int]]:
-        """For each chain, by its fingerprint, its size and what is kept free besides what was predicted; in bytes."""
-        return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
-
-    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
-        """Take over the corrections of an earlier training."""
-        self._known |= {name: ClosedLoop(*sizes) for name, sizes in corrections.items()}
-
-    def of(self, chain: Chain) -> int:
-        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
-        own = self._known.get(chain.fingerprint)
-        if own is not None:
-            return own.size_bytes
-        size = _bytes_of(chain)
-        return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
-
-    def correct(
-        self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
-    ) -> bool:
-        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
-
-        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
-        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
-        """
-        exceeds, is_better = measured_bytes > limit_bytes, True
-        for plan in {id(plan): plan for plan in runs}.values():
-            known = self._take_up(plan.chain)
-            if not exceeds and not (may_grow and plan.recomputed and not modules.is_capped(plan)):
-                continue
-            budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), limit_bytes)
-            if exceeds:  # where other plans did not help, the one that takes least
-                is_better = _replanned(modules, plan, known, budget or 0)
-            elif budget is not None:
-                _replanned(modules, plan, known, budget)
-        if exceeds and is_better:
-            modules.unplan(lambda plan: plan.chain in self)
-        return is_better
-
-    def _take_up(self, chain: Chain) -> ClosedLoop:
-        """What is known of a chain, now used last."""
-        size_bytes = self.of(chain)
-        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
-        self._known[chain.fingerprint] = known
-        if len(self._known) > _MOST_CHAINS:
-            del self._known[next(iter(self._known))]
-        return known
-
-
 def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:
     """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
     before = known.size_bytes
@@ -314,7 +257,7 @@ class StepLimit:
     def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None, *, beyond: bool) -> None:
         self.size_bytes, self.beyond = 0, beyond
         self._excess_bytes = self._correction_bytes = 0  # of the least plan beyond the limit, and a part of that
-        self.corrections = Corrections()
+        self._known: dict[str, ClosedLoop] = {}
         self._loop, self._limit = loop, limit
         self._agreed_bytes: int | None = None
         self._others: dict[str, int] = {}
@@ -341,9 +284,9 @@ class StepLimit:
         resident = replace(resident, other_bytes=other_bytes)
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
         if correction_bytes is None:
-            correction_bytes = self.corrections.of(chain)
+            correction_bytes = self._correction_of(chain)
         budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
-        if chain not in self.corrections:
+        if chain.fingerprint not in self._known:
             budget = replace(budget, guessed_bytes=correction_bytes)
         self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
         self._excess_bytes, self._correction_bytes = 0, correction_bytes
@@ -360,6 +303,53 @@ class StepLimit:
     def reserved_beside(self, plan: Plan) -> int:
         """What of the process is not for a plan."""
         return max(self.size_bytes - plan.budget_bytes + self._excess_bytes, 0)
+
+    # ---------------------------------------------------------------- what measured steps have taught, for each chain
+
+    def to_plain(self) -> dict[str, list[int]]:
+        """For each chain, by its fingerprint, its size and what is kept free besides what was predicted; in bytes."""
+        return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
+
+    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
+        """Take over the corrections of an earlier training."""
+        self._known |= {name: ClosedLoop(*sizes) for name, sizes in corrections.items()}
+
+    def _correction_of(self, chain: Chain) -> int:
+        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
+        own = self._known.get(chain.fingerprint)
+        if own is not None:
+            return own.size_bytes
+        size = _bytes_of(chain)
+        return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
+
+    def correct(self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, may_grow: bool) -> bool:
+        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
+
+        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
+        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
+        """
+        exceeds, is_better = measured_bytes > self.size_bytes, True
+        for plan in {id(plan): plan for plan in runs}.values():
+            known = self._take_up(plan.chain)
+            if not exceeds and not (may_grow and plan.recomputed and not modules.is_capped(plan)):
+                continue
+            budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), self.size_bytes)
+            if exceeds:  # where other plans did not help, the one that takes least
+                is_better = _replanned(modules, plan, known, budget or 0)
+            elif budget is not None:
+                _replanned(modules, plan, known, budget)
+        if exceeds and is_better:
+            modules.unplan(lambda plan: plan.chain.fingerprint in self._known)
+        return is_better
+
+    def _take_up(self, chain: Chain) -> ClosedLoop:
+        """What is known of a chain, now used last."""
+        size_bytes = self._correction_of(chain)
+        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
+        self._known[chain.fingerprint] = known
+        if len(self._known) > _MOST_CHAINS:
+            del self._known[next(iter(self._known))]
+        return known
 
     # ---------------------------------------------------------------- where no plan keeps it
 

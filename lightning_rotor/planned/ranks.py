@@ -102,17 +102,10 @@ def _excess_bytes(plan: Plan, schedule: str) -> int | None:
 # -------------------------------------------------------------- Modules that wait for other processes in their forward.
 
 
-_NAMES = frozenset(
-    (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "broadcast",
-        "reduce_scatter_tensor",
-    )
-)
+_NAMES = {
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "reduce_scatter_tensor"),
+}
 
 
 def communicates(module: nn.Module) -> bool:

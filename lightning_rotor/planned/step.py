@@ -149,11 +149,10 @@ class StepPlanner(BudgetSource):
     def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        is_enough = self.limit.corrections.correct(
+        is_enough = self.limit.correct(
             self.modules,
             [path[0].plan for path in step.paths],
             max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
-            limit_bytes=self.limit.size_bytes,
             may_grow=may_grow,
         )
         if not is_enough and not step.is_first:
@@ -276,8 +275,7 @@ class StepPlanner(BudgetSource):
         """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
         modules = list(map(_saved, self.modules))
         if self.plan is not None and modules:
-            corrections = self.limit.corrections.to_plain()
-            self.saved = {**modules[0], "corrections": corrections, "others": modules[1:]}
+            self.saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
 
     def load(self, saved: Mapping[str, Any] | None) -> bool:
         """Go on without measuring again. False if it is for another model or version, and left aside."""
@@ -292,7 +290,7 @@ class StepPlanner(BudgetSource):
             for name, plans in present.items():
                 plans.recall(known[name]["records"])
                 plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
-            self.limit.corrections.recall(saved["corrections"])
+            self.limit.recall(saved["corrections"])
         return True
 
 
