@@ -229,12 +229,9 @@ def _as_stage(name: str, plan: Plan) -> StageCost:
     kept_bytes = users_code.after_bytes - last.output_bytes
     given_up_bytes = alone.held_bytes - kept_bytes
     backward_bytes = max(event.peak_bytes for event in own if event.phase != "forward") - kept_bytes
-    saved = (
-        max(alone.held_bytes - last.output_bytes, 0),
-        0,
-        min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes),
-    )
-    left = (0, plan.chain.parameter_gradient_bytes)
+    saved_output_bytes = min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes)
+    saved = max(alone.held_bytes - last.output_bytes, 0), 0, saved_output_bytes
+    left = 0, plan.chain.parameter_gradient_bytes
     option = _kept_option(forward_bytes, backward_bytes, saved=saved, left=left)
     return StageCost(name, last.output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
 
@@ -268,12 +265,9 @@ class _NoRoomError(Exception):
 
 
 class PathPlans:
-    """Plans for calls that are alive together.
+    """Plans for calls that are alive together: the least ones until a step has shown what lies around its calls.
 
-    Until a step has shown what lies around its calls, they take as little as they can.
-
-    ``budget`` says what a chain may use that copies so many bytes in its forward; ``source`` knows the processes that
-    agree on plans.
+    ``budget`` says what a chain may use that copies so many bytes; ``source`` knows the processes that agree on plans.
     """
 
     def __init__(self, source: BudgetSource, budget: Callable[[Chain, int], Budget], *, slots: int) -> None:
@@ -288,10 +282,7 @@ class PathPlans:
         self._kept.add(call)
 
     def follow(self, step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool) -> None:
-        """Plan the paths of a step that is over, where they have no plan, or the step has shown more of them.
-
-        ``phases`` are those of the step if it was measured; ``exceeds`` says that it has taken more than the limit.
-        """
+        """Plan the paths of a step that is over, where they have no plan, or its phases have shown more of them."""
         stale = []
         for calls in step.paths:
             path = _path(calls)

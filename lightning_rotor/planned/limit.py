@@ -153,8 +153,7 @@ class StepWatch:
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
 _NARROW = 0.01
-_MOST_OVERSHOOTS = 5
-_MOST_GROWTHS = 8
+_MOST_OVERSHOOTS, _MOST_GROWTHS = 5, 8
 _MARGIN = 0.1
 _MOST_CHAINS = 256
 

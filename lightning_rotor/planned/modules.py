@@ -339,9 +339,8 @@ def _check_apart(model: nn.Module, target: Target) -> None:
     """Check that no module is planned inside of another one."""
     inside = set(target.module.modules())
     for name, module in model.named_modules():
-        if module is target.module or not is_attached(module):
-            continue
-        if module in inside or target.module in module.modules():
+        overlaps = module in inside or target.module in module.modules()
+        if module is not target.module and overlaps and is_attached(module):
             raise ModelError(
                 f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected "
                 "modules apart from each other, or one RotorCallback on the larger one, which plans what is inside of "

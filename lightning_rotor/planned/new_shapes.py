@@ -82,10 +82,7 @@ class Measurements:
 
 
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:
-    """The least bound on costs for the wanted shapes, the number of its measurement, and True if that is near.
-
-    None if all measurements are much smaller.
-    """
+    """The least bound for shapes, the number of its measurement, and True if near; None if all are much smaller."""
     # Many are possible, and only the best is put together.
     for _, is_far, number, chain in sorted(_bounds(wanted, known), key=itemgetter(0, 1)):
         with suppress(UnlikeChainsError):  # two that differ in more than sizes

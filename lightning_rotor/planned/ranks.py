@@ -25,17 +25,15 @@ from lightning_rotor.units import format_bytes
 
 
 class JointPlans(Agreement):
-    """One plan for processes that run a module in lockstep.
+    """One plan for processes that run a module in lockstep; ``beyond`` lets it exceed a budget.
 
-    Their ``group`` takes tensors on the CPU, so that no device is waited for. With ``beyond``, the plan may
-    exceed a budget.
+    Their ``group`` takes tensors on the CPU, so that no device is waited for.
     """
 
     together = True
 
     def __init__(self, group: Any, *, beyond: bool = False) -> None:
-        self._group = group
-        self._beyond = beyond
+        self._group, self._beyond = group, beyond
 
     def any(self, is_so: bool) -> bool:
         """True if it is so in any process: one number goes round."""
