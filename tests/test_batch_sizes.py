@@ -150,9 +150,9 @@ class Net(L.LightningModule):
         )
 
 
-def fit(folder: Path, callbacks: list[L.Callback]) -> tuple[L.Trainer, Net]:
+def fit(folder: Path, callbacks: list[L.Callback], kind: type[Net] = Net) -> tuple[L.Trainer, Net]:
     L.seed_everything(3, verbose=False)
-    model = Net()
+    model = kind()
     trainer = L.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, max_steps=4,
         callbacks=callbacks, default_root_dir=folder,
@@ -168,6 +168,17 @@ def test_a_report_leaves_training_alone(tmp_path: Path) -> None:
     assert advisor.advice is not None
     assert_same_bits(dict(plain[1].state_dict()), dict(advised[1].state_dict()))
     assert advised[1].sizes[0] == 32
+
+
+def test_a_module_that_is_called_with_keywords(tmp_path: Path) -> None:
+    class Named(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return self.body(input=self.stem(batch[0])).square().mean()
+
+    advisor = RotorBatchSizeAdvice("600KiB", "body", show_table=False)
+    fit(tmp_path, [advisor], Named)
+    assert advisor.advice is not None
+    assert advisor.advice.measured == (16, 32)
 
 
 @pytest.mark.feature("Tuners", "RotorBatchSizeAdvice sets the best batch size, which then trains inside `mem_limit`")

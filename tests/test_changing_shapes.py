@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_rotor.planned.plans
 from lightning_rotor import Checkpointable, RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planned import calls
+from lightning_rotor.planned import limit
 from lightning_rotor.planned.new_shapes import chain_at
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.profiling import profile_chain
@@ -154,7 +154,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return profile_chain(stages, sample, **options)
 
     monkeypatch.setattr(lightning_rotor.planned.plans, "profile_chain", noting)
-    monkeypatch.setattr(calls, "_STEPS", 10**6)
+    monkeypatch.setattr(limit, "_STEPS", 10**6)
     return samples
 
 

@@ -12,16 +12,13 @@ from lightning_rotor.planned.limit import ClosedLoop, Trial
 LIMIT = 10_000
 
 
-def search(*, start: int, outside: int, slope: float, step: int, calls: int) -> list[Trial]:
+def search(*, start: int, outside: int, slope: float, step: int) -> list[Trial]:
     """Trials of a process whose plans have peaks in steps, and whose own peak rises with them."""
     loop, trials, budget = ClosedLoop(), [], start
     for _ in range(20):
         plan_bytes = max(budget // step * step, 1)
         trials.append(Trial(budget, plan_bytes, outside + int(slope * plan_bytes)))
-        if trials[-1].measured_bytes > LIMIT:
-            following = loop.too_much(trials[-1], LIMIT)
-        else:
-            following = loop.too_little(trials[-1], LIMIT, calls=calls)
+        following = loop.following(trials[-1], LIMIT)
         if following is None:
             return trials
         budget = max(following, 1)
@@ -33,12 +30,11 @@ def search(*, start: int, outside: int, slope: float, step: int, calls: int) -> 
     outside=st.integers(0, LIMIT // 2),
     slope=st.floats(1.0, 3.0),
     step=st.integers(1, LIMIT // 20),
-    calls=st.integers(1, 3),
 )
 def test_the_search_ends_below_the_limit_near_it_and_never_returns_to_what_was_too_much(
-    start: int, outside: int, slope: float, step: int, calls: int
+    start: int, outside: int, slope: float, step: int
 ) -> None:
-    trials = search(start=start, outside=outside, slope=slope, step=step, calls=calls)
+    trials = search(start=start, outside=outside, slope=slope, step=step)
     for number, trial in enumerate(trials):
         too_much = [each.plan_bytes for each in trials[:number] if each.measured_bytes > LIMIT]
         assert all(trial.budget_bytes < budget for budget in too_much)
@@ -49,20 +45,20 @@ def test_the_search_ends_below_the_limit_near_it_and_never_returns_to_what_was_t
 
 def test_a_budget_that_keeps_the_limit_stays() -> None:
     loop = ClosedLoop()
-    assert loop.too_little(Trial(5000, 4900, 9100), LIMIT, calls=1) is None
+    assert loop.following(Trial(5000, 4900, 9100), LIMIT) is None
 
 
 def test_after_an_overshoot_the_budget_grows_again_between_the_two() -> None:
     loop = ClosedLoop()
-    assert loop.too_much(Trial(8000, 8000, 13_000), LIMIT) == 5000  # two calls in a step: it falls too far
-    grown = loop.too_little(Trial(5000, 5000, 7000), LIMIT, calls=1)
+    assert loop.following(Trial(8000, 8000, 13_000), LIMIT) == 5000  # two calls in a step: it falls too far
+    grown = loop.following(Trial(5000, 5000, 7000), LIMIT)
     assert grown == 6500  # not 8000, which was too much
-    assert loop.too_little(Trial(6500, 6500, 10_000), LIMIT, calls=1) is None
+    assert loop.following(Trial(6500, 6500, 10_000), LIMIT) is None
 
 
 def test_budgets_that_do_not_help_come_to_an_end() -> None:
     loop = ClosedLoop()
     budgets = [9000]
-    while (following := loop.too_much(Trial(budgets[-1], budgets[-1], 10_100), LIMIT)) is not None:
+    while (following := loop.following(Trial(budgets[-1], budgets[-1], 10_100), LIMIT)) is not None:
         budgets.append(following)
     assert [left - right for left, right in pairwise(budgets)] == [100, 200, 400, 800, 1600]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
-from lightning_rotor.planned.target import measure_compute
+from lightning_rotor.planned.loop import measure_compute
 from lightning_rotor.stages.generators import GeneratorStates
 
 

@@ -160,7 +160,7 @@ def test_without_matplotlib_there_is_text_alone(tmp_path: Path, monkeypatch: pyt
     def missing(*_: Any, **__: Any) -> None:
         raise PlotError("matplotlib is not installed")
 
-    monkeypatch.setattr("lightning_rotor.callbacks.shown.plot_timeline", missing)
+    monkeypatch.setattr("lightning_rotor.callbacks.rotor_callback.plot_timeline", missing)
     logger = TensorBoardLogger(tmp_path)
     fit(tmp_path, logger)
     events = EventAccumulator(logger.log_dir)

@@ -426,20 +426,6 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def test_the_store_of_the_processes(alone: None) -> None:
-    store = private.store_of_processes()
-    store.set("key", "value")
-    assert store.get("key") == b"value"
-
-
-def test_buckets_are_rebuilt_after_the_first_step(alone: None) -> None:
-    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
-    assert not private.has_rebuilt_buckets(wrapped)
-    for _ in range(3):
-        wrapped(torch.ones(1, 4)).sum().backward()
-    assert private.has_rebuilt_buckets(wrapped)
-
-
 def test_fsdp_units(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -1,4 +1,4 @@
-"""Two processes: the same weights as without the callback, one plan, each inside the limit, and nobody waits in vain."""
+"""Two processes: the same weights as without the callback, one plan where they communicate, each inside the limit, and nobody waits in vain."""
 
 from __future__ import annotations
 
@@ -115,21 +115,8 @@ def test_two_processes_train_as_without_the_callback(runs: Seen, case: str) -> N
     assert_same_bits(runs[0][case]["planned"], runs[1][case]["planned"])
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "ddp",
-        "unused",
-        "static",
-        "views",
-        "synchronized",
-        "synchronized_ragged",
-        "twice_synchronized",
-        "inside",
-        "units",
-    ],
-)
-def test_ranks_run_one_plan(runs: Seen, case: str) -> None:
+@pytest.mark.parametrize("case", ["synchronized", "synchronized_ragged", "twice_synchronized", "inside", "units"])
+def test_ranks_that_communicate_run_one_plan(runs: Seen, case: str) -> None:
     first, second = (seen[case]["schedules"] for seen in runs)
     assert first[-1] == second[-1] != ""
     if case in ("synchronized", "synchronized_ragged", "twice_synchronized", "units"):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor import ModelError, RotorCallback, RotorWarning
-from lightning_rotor.planned.target import named_target
+from lightning_rotor.planned.modules import named_target
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")

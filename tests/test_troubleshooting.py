@@ -24,7 +24,7 @@ MAKERS = {
     *("_complaints", "_complaints_about_structure", "_message", "shortage_message"),
     *("taken_apart", "what_is_left_out"),
 }
-HANDED_ON = {"profile_chain", "tell"}
+HANDED_ON = {"profile_chain", "warn"}
 SPEAKING = {"critical", "error", "warn", "warning"}
 
 

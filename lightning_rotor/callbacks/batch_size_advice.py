@@ -1,14 +1,12 @@
 """The best batch size under a memory limit, before training starts."""
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from rich.console import Console
-from torch import nn
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
@@ -87,7 +85,12 @@ class RotorBatchSizeAdvice(pl.Callback):
             outcome = self._advise(loop, batch, limit_bytes)
         except RotorError as error:  # whoever ends alone leaves others waiting
             outcome = error
-        self.advice = _least(loop.told_by_all(outcome))
+        advices = []
+        for each in loop.told_by_all(outcome):
+            if isinstance(each, RotorError):
+                raise each
+            advices.append(each)
+        self.advice = min(advices, key=lambda advice: advice.best.batch_size)
         if self._show_table and trainer.is_global_zero:
             Console().print(self.advice)
         best = self.advice.best
@@ -111,32 +114,12 @@ class RotorBatchSizeAdvice(pl.Callback):
         target, whole = chosen.module, Stage("", (model,))
         with kept_attributes(whole, keep_parameters=False), loop.trainer.precision_plugin.train_step_context():
             model.train()
-            costs = measured_costs(target, _input_of(target, model, batch))
+            found = first_call(model, target, batch)
+            if found is None:
+                raise ModelError(
+                    f"training_step does not call the {type(target).__name__} that was to be planned: name another "
+                    "with module="
+                )
+            costs = measured_costs(target, *found[0])
         resident = loop.resident(target, tensors_in(batch), torch.device(costs.chains[0].device))
         return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
-
-
-def _least(outcomes: Iterable[BatchSizeAdvice | RotorError]) -> BatchSizeAdvice:
-    """The advice of the lowest rank that advises the smallest batch; a ``RotorError`` on all if a process has none."""
-    advices = []
-    for each in outcomes:
-        if isinstance(each, RotorError):
-            raise each
-        advices.append(each)
-    return min(advices, key=lambda advice: advice.best.batch_size)
-
-
-def _input_of(target: nn.Module, model: pl.LightningModule, batch: Any) -> tuple[Any, ...]:
-    """What ``training_step`` hands to a module."""
-    found = first_call(model, target, batch)
-    if found is None:
-        raise ModelError(
-            f"training_step does not call the {type(target).__name__} that was to be planned: name another with module="
-        )
-    (args, kwargs), _ = found
-    if kwargs:
-        raise ModelError(
-            f"{type(target).__name__} is called with keyword arguments ({', '.join(kwargs)}): expected positional ones "
-            "alone"
-        )
-    return args

@@ -1,27 +1,178 @@
-"""Train a LightningModule inside a byte limit."""
+"""Train a LightningModule inside a byte limit, and show what that takes."""
+
+from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
+from rich.table import Table
 
-from lightning_rotor.callbacks.shown import ProcessPlan, log_hyperparameters, log_metrics, log_plan
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import UnitError
 from lightning_rotor.planned.cache import MAX_PLANS
 from lightning_rotor.planned.forward import is_shortage
+from lightning_rotor.planned.joint import StepPlan
 from lightning_rotor.planned.plans import PlanSettings
 from lightning_rotor.planned.step import StepPlanner
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.lightning_names import logs_this_step
-from lightning_rotor.units import MemoryLimit, parse_limit
+from lightning_rotor.private import lightning_names as private
+from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
+from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered
 
 _log = logging.getLogger(__name__)
+
+# -------------------------------------------------- A plan, seen from the whole training process: what users are shown.
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessPlan:
+    """A plan and what the process holds besides. Bytes are of the whole process, measured ones None without a step."""
+
+    plan: Plan
+    limit_bytes: int
+    measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
+    target: str
+    reserved_bytes: int  # what the process holds besides what was planned
+    measuring_seconds: float
+    measured_overhead: float | None  # None before the second step under a plan
+
+    @classmethod
+    def of(cls, planner: StepPlanner) -> _ProcessPlan | None:
+        """The plan that training runs; None before there is one."""
+        plan, watch = planner.plan, planner.watch
+        if plan is None:
+            return None
+        return cls(
+            plan,
+            planner.limit.size_bytes,
+            watch.peak_bytes,
+            watch.reserved_bytes,
+            str(planner.modules),
+            planner.limit.reserved_beside(plan),
+            planner.modules.measuring_seconds,
+            planner.modules.measured_overhead(plan),
+        )
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        return self.reserved_bytes + self.plan.peak_bytes
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, by name."""
+        overhead = self.measured_overhead
+        numbers = {
+            "overhead_percent": 100 * self.plan.overhead,
+            "budget_bytes": self.limit_bytes,
+            "predicted_peak_bytes": self.predicted_peak_bytes,
+            "measuring_seconds": self.measuring_seconds,
+            "planning_seconds": self.plan.solve_seconds,
+            "recomputed_stages": len(self.plan.recomputed),
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "measured_reserved_bytes": self.measured_reserved_bytes,
+            "measured_overhead_percent": None if overhead is None else 100 * overhead,
+        }
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    def tell(self) -> None:
+        """Log the plan, on one line."""
+        measured_bytes = self.measured_peak_bytes
+        _log.info(
+            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
+            format_bytes(self.limit_bytes),
+            format_bytes(self.predicted_peak_bytes),
+            "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
+            100 * self.plan.overhead,
+            format_seconds(self.measuring_seconds),
+            format_seconds(self.plan.solve_seconds),
+        )
+
+    def table(self) -> Table:
+        """What the plan, and each of its calls if it is for several, costs."""
+        rows = [("Measuring", format_seconds(self.measuring_seconds))]
+        if self.measured_overhead is not None:
+            rows.append(("Overhead measured", f"{100 * self.measured_overhead:.1f} % of the step"))
+        if self.measured_reserved_bytes is not None:
+            reserved = format_bytes(self.measured_reserved_bytes)
+            rows.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
+        if isinstance(self.plan, StepPlan):
+            whole = self.plan.chain.step_seconds
+            for name, call in zip(self.plan.names, self.plan.calls, strict=True):
+                held = format_bytes(call.simulation.held_bytes)
+                share = f"{call.chain.step_seconds / whole:.0%} of the time, +{call.overhead:.1%}"
+                rows.append((f"Call of {name!r}", f"{share}; keeps {held} until its backward"))
+        return plan_table(
+            self.plan,
+            limit_bytes=self.limit_bytes,
+            reserved_bytes=self.reserved_bytes,
+            measured_peak_bytes=self.measured_peak_bytes,
+            extra_rows=[*rows, ("Planned", self.target)],
+        )
+
+
+def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
+    """Give settings to every logger, before the Trainer gives those of the model."""
+    for logger in trainer.loggers:
+        named = _named(logger, prefix, values)
+        if isinstance(logger, TensorBoardLogger):
+            # It reads the first set that is written, and no other.
+            named |= _hyperparameters_of_the_model(trainer)
+        logger.log_hyperparams(named)
+
+
+def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
+    """Hyperparameters that the Trainer is about to log."""
+    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    return {
+        name: value
+        for owner in owners
+        if owner is not None and private.logs_hyperparameters(owner)
+        for name, value in owner.hparams_initial.items()
+        if name != private.CLASS_PATH
+    }
+
+
+def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
+    """Give memory over one step, as a figure, and the stages, as text, to the loggers that take such things."""
+    loggers = [each for each in trainer.loggers if isinstance(each, (TensorBoardLogger, WandbLogger, MLFlowLogger))]
+    if not loggers:
+        return
+    text, step, figure = rendered(shown.table(), stage_table(shown.plan)), private.logging_step(trainer), None
+    try:
+        figure = plot_timeline(shown.plan, budget_bytes=shown.limit_bytes, reserved_bytes=shown.reserved_bytes)
+    except PlotError as error:
+        _log.info("RotorCallback logs no picture of the plan: %s", error)
+    for logger in loggers:
+        plan, timeline = _named(logger, prefix, {"plan": text, "timeline": figure})
+        match logger:
+            case TensorBoardLogger():
+                indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown keeps columns in line
+                logger.experiment.add_text(plan, indented, step)
+                if figure is not None:
+                    logger.experiment.add_figure(timeline, figure, step)
+            case WandbLogger():
+                logger.log_text(plan, columns=["plan"], data=[[text]], step=step)
+                if figure is not None:
+                    logger.log_image(timeline, [figure], step=step)
+            case MLFlowLogger():
+                logger.experiment.log_text(logger.run_id, text, f"{plan}.txt")
+                if figure is not None:
+                    logger.experiment.log_figure(logger.run_id, figure, f"{timeline}.png")
+
+
+def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}
+
+
+# -------------------------------------------------------------------------------------------------- The callback.
 
 
 class RotorCallback(pl.Callback):
@@ -66,8 +217,9 @@ class RotorCallback(pl.Callback):
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
-    Several processes keep inside the least of their limits, DDP's buckets included, and run one plan for batches of the
-    same shape (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is one stage.
+    Several processes keep inside the least of their limits, DDP's buckets included, and run one plan where the planned
+    module communicates (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is
+    one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
     ``measured_overhead_percent`` (from the second step on), ``budget_bytes``,
@@ -98,7 +250,7 @@ class RotorCallback(pl.Callback):
         self._compiled_variants = check_variants(compiled_variants)
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # while training
-        self._last: ProcessPlan | None = None  # of the training before
+        self._last: _ProcessPlan | None = None  # of the training before
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -143,7 +295,7 @@ class RotorCallback(pl.Callback):
             limit = "what is free" if self._limit is None else str(self._limit)
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
-            log_hyperparameters(trainer, type(self).__qualname__, settings)
+            _log_hyperparameters(trainer, type(self).__qualname__, settings)
             if not is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
 
@@ -245,17 +397,18 @@ class RotorCallback(pl.Callback):
                 "measured anew"
             )
 
-    def _shown(self) -> ProcessPlan | None:
+    def _shown(self) -> _ProcessPlan | None:
         """The plan that training runs, or ran last."""
-        return self._last if self._planner is None else ProcessPlan.of(self._planner)
+        return self._last if self._planner is None else _ProcessPlan.of(self._planner)
 
     def _log_metrics(self, trainer: pl.Trainer) -> None:
-        is_logged = bool(trainer.loggers) and logs_this_step(trainer)
+        is_logged = bool(trainer.loggers) and private.logs_this_step(trainer)
         shown = self._shown() if is_logged or self._progress_bar else None
         if shown is None:
             return
-        if is_logged:
-            log_metrics(trainer, type(self).__qualname__, shown.metrics())
+        for logger in trainer.loggers if is_logged else ():
+            metrics = _named(logger, type(self).__qualname__, shown.metrics())
+            logger.log_metrics(metrics, step=private.logging_step(trainer))
         if self._progress_bar:
             values = {"rotor_overhead_%": 100 * shown.plan.overhead}
             if shown.measured_peak_bytes is not None:
@@ -267,8 +420,8 @@ class RotorCallback(pl.Callback):
         shown = self._shown()
         if shown is None or not trainer.is_global_zero:
             return
-        _log.info("RotorCallback: %s", shown.summary())
+        shown.tell()
         if self._log_plan:
-            log_plan(trainer, type(self).__qualname__, shown)
+            _log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:
             Console().print(shown.table())

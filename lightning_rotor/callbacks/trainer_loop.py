@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from typing_extensions import Self, override
 
 from lightning_rotor.capture.recorder import require_unrecorded
-from lightning_rotor.errors import ProfilingError, RotorWarning
+from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.pipeline.micro_batches import Call, RunContext
-from lightning_rotor.planned.loop import Told, TrainingLoop
-from lightning_rotor.planned.ranks import Agreement, JointPlans, PublishedPlans, communicates
-from lightning_rotor.planned.target import StepCompute, Target, TargetSearch, measure_compute, named_target
+from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
+from lightning_rotor.planned.modules import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.lightning_names import compiled_whole
-from lightning_rotor.private.torch_names import outside_of_graphs, store_of_processes
+from lightning_rotor.private.torch_names import outside_of_graphs
 from lightning_rotor.stages.sequential import Stage
 
 # ----------------------------------------------------------------------------------------------------
@@ -149,60 +145,20 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         self.model, self.trainer = model, trainer
-        self._callback = callback
         self.is_compiled = compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
+        self.local_processes = int(trainer.num_devices)
         self.profiler_is_taken = isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)
-
-    @property
-    @override
-    def is_trial(self) -> bool:
-        """True if the callback is not the Trainer's: tuners take all callbacks out while one tries another batch."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return self._callback is not None and self._callback not in callbacks
-
-    @property
-    @override
-    def processes(self) -> int:
-        return int(self.trainer.world_size) if dist.is_available() and dist.is_initialized() else 1
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    @override
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self.trainer.optimizers
-
-    @property
-    @override
-    def wrapped(self) -> nn.Module | None:
-        return self.trainer.strategy.model
-
-    @property
-    @override
-    def gradients_linger(self) -> bool:
-        """True as zero_grad runs between forward and backward, unless several backwards add up or the user decides."""
-        return self.model.automatic_optimization and self.trainer.accumulate_grad_batches == 1
-
-    @property
-    @override
-    def has_stepped(self) -> bool:
-        return self.trainer.global_step > 0
-
-    @property
-    @override
-    def batches_done(self) -> int:
-        return self.trainer.fit_loop.total_batch_idx
-
-    @override
-    def sharing(self, device: torch.device) -> int:
-        """Number of processes that share the device: all of the machine on the CPU, one on a GPU."""
-        return int(self.trainer.num_devices) if device.type == "cpu" else 1
+        # Tuners take all callbacks out while one tries another batch.
+        self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
+        self.device = lambda: model.device
+        self.optimizers = lambda: trainer.optimizers
+        self.wrapped = lambda: trainer.strategy.model
+        # zero_grad runs between forward and backward, unless several backwards add up or the user decides.
+        self.gradients_linger = lambda: model.automatic_optimization and trainer.accumulate_grad_batches == 1
+        self.steps = lambda: trainer.global_step
 
     @override
     def compute(
@@ -231,15 +187,9 @@ class TrainerLoop(TrainingLoop):
         if name is not None:
             return named_target(self.model, name)
         search = TargetSearch(self.model, may_be_whole=may_be_whole)
-        if batch is None:
-            search.unknown_because = "nothing is trained"
-        else:
+        if batch is not None:
             search.count(lambda: self.compute(batch, 0))
         return search.best()
-
-    @override
-    def warn(self, message: str) -> None:
-        rank_zero_warn(message, category=RotorWarning)
 
     @override
     @contextmanager
@@ -254,24 +204,6 @@ class TrainerLoop(TrainingLoop):
         finally:
             for parameter, state in now.items():
                 parameter.requires_grad = state
-
-    # ---------------------------------------------------------------- other processes
-
-    @override
-    def told_by_all(self, told: Told) -> list[Told]:
-        found = [told] * self.processes
-        if self.processes > 1:
-            dist.all_gather_object(found, told)
-        return found
-
-    @override
-    def meet(self, *, beyond: bool) -> Agreement:
-        # Plans of one training must not be taken for those of another: the store lives as long as the processes do.
-        token = self.told_by_all(uuid.uuid4().hex)[0]
-        if communicates(self.model):
-            return JointPlans(dist.new_group(backend="gloo"), beyond=beyond)
-        distributed: Any = dist
-        return PublishedPlans(distributed.PrefixStore(token, store_of_processes()))
 
 
 # -------------------- ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.

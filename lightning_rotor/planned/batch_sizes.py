@@ -12,9 +12,9 @@ pay for themselves with recomputation, so the best is often not the largest that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -28,8 +28,8 @@ from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.ranks import communicates
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
-from lightning_rotor.private.values import tensors_in
-from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.private.values import tensors_in, tree_map_only
+from lightning_rotor.profiling import profile_chain
 from lightning_rotor.units import format_bytes, parse_limit, rendered
 
 
@@ -154,7 +154,7 @@ def advise_batch_size(
         >>> advice.best.peak_bytes <= 64 * 1024
         True
     """
-    costs = measured_costs(model, sample)
+    costs = measured_costs(model, sample if isinstance(sample, tuple) else (sample,), {})
     device = torch.device(costs.chains[0].device)
     limit_bytes = resolve_limit(parse_limit(mem_limit), device)
     batch_bytes = sum(tensor.nbytes for tensor in tensors_in(sample))
@@ -162,27 +162,24 @@ def advise_batch_size(
     return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=batch_sizes, slots=slots)
 
 
-def measured_costs(model: nn.Module, sample: Any) -> AffineCosts:
-    """Costs measured at the size of a sample and at half of it.
-
-    Raises ``SampleError`` if the sample cannot be halved, ``ModelError`` if the model is another chain for half of it.
-    """
-    args = sample if isinstance(sample, tuple) else (sample,)
-    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(args)}
+def measured_costs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AffineCosts:
+    """Costs measured at the size of a call's batch and at half of it; ``SampleError`` if that cannot be halved."""
+    sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in((args, kwargs))}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         raise SampleError(
             f"the sample's tensors have first dimensions {sorted(sizes) or [size]}: expected one number of samples, "
             "at least 2, in all of them"
         )
-    half = size // 2
-    profiles = [_profile(model, tuple(_first(argument, number) for argument in args)) for number in (half, size)]
-    chains = (profiles[0].chain, profiles[1].chain)
-    if chains[0].names != chains[1].names:
-        raise ModelError(
-            f"{type(model).__name__} becomes {len(chains[0])} stages for {half} samples and {len(chains[1])} for "
-            f"{size}: expected the same"
-        )
-    return AffineCosts((half, size), chains)
+
+    def measured(number: int) -> Chain:
+        def first(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:number].detach().clone().requires_grad_(tensor.requires_grad)
+
+        call = tree_map_only(torch.Tensor, first, (args, kwargs))
+        cut = sequentialize(model, *call)
+        return profile_chain(cut.stages, cut.bind(*call), in_lockstep=communicates(model)).chain
+
+    return AffineCosts((size // 2, size), (measured(size // 2), measured(size)))
 
 
 def advice_from(
@@ -195,41 +192,17 @@ def advice_from(
 ) -> BatchSizeAdvice:
     """Plan each candidate; ``BudgetError`` if none fits. ``resident`` is beside the larger of the measured sizes."""
     options: list[BatchSizeOption] = []
-    failure: BudgetError | None = None
-    for batch_size in _candidates() if batch_sizes is None else sorted(set(batch_sizes)):
-        chain = costs.at(batch_size)
+    powers = (2**power for power in count())
+    rising = chain((1,), (size for power in powers for size in (2 * power, 3 * power)))
+    for batch_size in rising if batch_sizes is None else sorted(set(batch_sizes)):
+        costs_at = costs.at(batch_size)
         batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
         budget = replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
         try:
-            solved = budget.plan(chain, slots=slots)
-        except BudgetError as error:
-            failure = error
-            break
+            solved = budget.plan(costs_at, slots=slots)
+        except BudgetError:
+            if options:
+                break
+            raise
         options.append(BatchSizeOption(batch_size, solved, budget.reserved_bytes))
-    if not options:
-        assert failure is not None
-        raise failure
     return BatchSizeAdvice(tuple(options), limit_bytes, costs.sizes)
-
-
-def _candidates() -> Iterator[int]:
-    yield 1
-    for power in count(1):
-        yield 2**power
-        yield 3 * 2 ** (power - 1)
-
-
-def _profile(model: nn.Module, args: tuple[Any, ...]) -> Profile:
-    cut = sequentialize(model, args, {})
-    return profile_chain(cut.stages, cut.bind(args, {}), in_lockstep=communicates(model))
-
-
-def _first(argument: Any, number: int) -> Any:
-    match argument:
-        case torch.Tensor():
-            return argument[:number].detach().clone().requires_grad_(argument.requires_grad)
-        case tuple() | list():
-            return type(argument)(_first(part, number) for part in argument)
-        case dict():
-            return {name: _first(part, number) for name, part in argument.items()}
-    return argument

@@ -11,9 +11,7 @@ into one for each call; bounds and tables hold for all of them.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from itertools import accumulate, zip_longest
 from typing import Any, TypeAlias
@@ -22,7 +20,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
+from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
@@ -48,18 +46,14 @@ class StepPlan(Plan):
     def of(cls, plan: Plan, names: Sequence[str], chains: Sequence[Chain]) -> StepPlan:
         """A plan for :func:`joined`, told apart."""
         lengths = [len(chain) for chain in chains]
-        before_bytes = _held_before(plan, lengths)
-        calls = tuple(
-            _of_call(chain, schedule, plan, plan.budget_bytes - before)
-            for chain, schedule, before in zip(chains, split(plan.schedule, lengths), before_bytes, strict=True)
-        )
+        calls = []
+        after = {event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"}
+        for chain, schedule, start in zip(chains, split(plan.schedule, lengths), _starts(lengths), strict=True):
+            call = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
+            held_bytes = after[start - 1] - plan.lingering_bytes if start else 0  # by earlier calls
+            calls.append(replace(call, budget_bytes=max(plan.budget_bytes - held_bytes, call.peak_bytes)))
         values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
-        return cls(**values, names=tuple(names), calls=calls)
-
-
-def _of_call(chain: Chain, schedule: Schedule, plan: Plan, budget_bytes: int) -> Plan:
-    found = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
-    return replace(found, budget_bytes=max(budget_bytes, found.peak_bytes))
+        return cls(**values, names=tuple(names), calls=tuple(calls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +74,9 @@ class Outside:
 
 
 def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
-    """What several calls cost, as one chain.
+    """What several calls of modules with these names cost, as one chain.
 
-    Args:
-        names: Of the called modules; one that comes twice is called twice.
-        parts: As many: what a call costs, or the plan that it runs under in any case, which becomes a single stage.
-        outside: What is known of the rest of the step, for each of them; nothing by default.
+    A part is what a call costs, or the plan that it runs under in any case, which becomes a single stage.
     """
     stages: list[StageCost] = []
     skips: list[Skip] = []
@@ -128,21 +119,14 @@ def measured_outside(
     phases: Sequence[MeteredPhase],
     *,
     lingering_bytes: int,
-    is_whole: bool = True,
 ) -> list[Outside] | None:
     """What the process has taken beyond the chains of some calls, or None if the meter did not see all of them.
 
-    Args:
-        bare: Of these calls joined, with nothing outside, under the schedules that they have run.
-        lengths: Stages of each call.
-        numbers: Of the calls in the step.
-        phases: Of the step, with bytes beyond what is kept free for the rest of it.
-        lingering_bytes: In the simulation, before its first backward.
-        is_whole: The backward must have reached all calls.
+    ``bare`` simulates these calls, with so many stages each, joined under the schedules that they have run, with
+    nothing outside. ``phases`` are those of the step, in bytes beyond what is kept free for the rest of it.
     """
     first = {phase.label: place for place, phase in reversed(list(enumerate(phases)))}
-    needed = (INTO, BACK) if is_whole else (INTO,)
-    if any(f"{label} {number}" not in first for label in needed for number in numbers):
+    if any(f"{INTO} {number}" not in first for number in numbers):
         return None
     before = [lingering_bytes, *(event.after_bytes for event in bare.events)]
     timed = list(zip(before, bare.events, strict=False))
@@ -203,14 +187,6 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(length + 1 for length in lengths)][:-1]
 
 
-def _held_before(plan: Plan, lengths: Sequence[int]) -> Iterator[int]:
-    """What earlier calls hold when the forward of each begins."""
-    forwards = {event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"}
-    lingering_bytes = plan.lingering_bytes
-    for start in _starts(lengths):
-        yield forwards[start - 1] - lingering_bytes if start else 0
-
-
 def _kept_option(
     forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
 ) -> Option:
@@ -255,12 +231,9 @@ def _as_stage(name: str, plan: Plan) -> StageCost:
     kept_bytes = users_code.after_bytes - last.output_bytes
     given_up_bytes = alone.held_bytes - kept_bytes
     backward_bytes = max(event.peak_bytes for event in own if event.phase != "forward") - kept_bytes
-    saved = (
-        max(alone.held_bytes - last.output_bytes, 0),
-        0,
-        min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes),
-    )
-    left = (0, plan.chain.parameter_gradient_bytes)
+    saved_output_bytes = min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes)
+    saved = max(alone.held_bytes - last.output_bytes, 0), 0, saved_output_bytes
+    left = 0, plan.chain.parameter_gradient_bytes
     option = _kept_option(forward_bytes, backward_bytes, saved=saved, left=left)
     return StageCost(name, last.output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
 
@@ -298,7 +271,6 @@ def _moved(numbers: Sequence[int], by: int) -> tuple[int, ...]:
 # ------------------- The plans of all paths. A call that is on several has one plan, made for the path that needs most.
 
 _MOST_PATHS = 64
-_MOST_IN_PART = 2
 _SPARED = 0.01  # of the limit: under another plan, the code around calls takes a little more
 Path: TypeAlias = tuple[CallKey, ...]
 """Calls that wait for their backward together, in the order of their forwards."""
@@ -307,39 +279,26 @@ Path: TypeAlias = tuple[CallKey, ...]
 class _NoRoomError(Exception):
     """A path has no plan beside those that other paths have settled."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
 
 class PathPlans:
-    """Plans for calls that are alive together.
+    """Plans for calls that are alive together: the least ones until a step has shown what lies around its calls.
 
-    Until a step has shown what lies around its calls, they take as little as they can.
-
-    ``budget`` says what a chain may use that copies so many bytes in its forward; ``source`` knows the processes that
-    agree on plans.
+    ``budget`` says what a chain may use that copies so many bytes; ``source`` knows the processes that agree on plans.
     """
 
     def __init__(self, source: BudgetSource, budget: Callable[[Chain, int], Budget], *, slots: int) -> None:
         self._source, self._budget, self._slots = source, budget, slots
-        self._known: OrderedDict[Path, StepPlan] = OrderedDict()
+        self._known: dict[Path, StepPlan] = {}
         self._measured: dict[Path, list[Outside]] = {}
         self._kept: set[CallKey] = set()
-        self._in_part: Counter[Path] = Counter()  # steps whose backward did not reach all calls
+        self._in_part: set[Path] = set()  # those with a step whose backward did not reach all calls
 
     def keep(self, call: CallKey) -> None:
         """Recompute nothing of a call whose backward is differentiated: its graph would hold what was recomputed."""
         self._kept.add(call)
 
     def follow(self, step: Step, phases: Sequence[MeteredPhase], *, exceeds: bool) -> None:
-        """Plan the paths of a step that is over, where they have no plan, or the step has shown more of them.
-
-        Args:
-            step: With all its calls.
-            phases: Of the step, if it was measured.
-            exceeds: The step has taken more than the limit.
-        """
+        """Plan the paths of a step that is over, where they have no plan, or its phases have shown more of them."""
         stale = []
         for calls in step.paths:
             path = _path(calls)
@@ -363,6 +322,10 @@ class PathPlans:
         """Keep what the step has taken around some calls. True if nothing was known of it."""
         if not phases:
             return False
+        is_whole = {f"{BACK} {step.numbers[call]}" for call in calls} <= {phase.label for phase in phases}
+        if not is_whole and path not in self._in_part:
+            self._in_part.add(path)
+            return False
         names, chains = [key.name for key in path], [call.plan.chain for call in calls]
         bare = joined(names, chains)
         budget = self._budget(bare, _copied_bytes(call.prepared for call in calls))
@@ -375,10 +338,8 @@ class PathPlans:
             [step.numbers[call] for call in calls],
             beyond,
             lingering_bytes=budget.lingering_bytes,
-            is_whole=self._in_part[path] < _MOST_IN_PART,
         )
         if found is None:
-            self._in_part[path] += 1
             return False
         known = self._measured.get(path)
         if known is not None and exceeds:  # what was known was too little
@@ -394,41 +355,22 @@ class PathPlans:
         return found
 
     def plan(self, path: Path) -> None:
-        """Plan a path anew, and what shares calls with it as far as that changes."""
+        """Plan a path anew, and what shares calls with it; where they exclude each other, as small as can be."""
         related = [known for known in self._known if known != path and not set(known).isdisjoint(path)]
         order = sorted([path, *related], key=_demand, reverse=True)
-        self._known.pop(path, None)
-        found = self._all_that_fit(order)
-        for each, plan in found.items():
-            self._known[each] = self._in_use(each, plan)
-            self._known.move_to_end(each)
-        self._known.move_to_end(path)
-        while len(self._known) > _MOST_PATHS:
-            oldest, _ = self._known.popitem(last=False)
-            self._measured.pop(oldest, None)
-            self._in_part.pop(oldest, None)
-            self._kept.difference_update(oldest)  # a path that is still known tells again
-
-    def _all_that_fit(self, order: Sequence[Path]) -> dict[Path, StepPlan]:
-        """Plans for paths, first for the one that needs most; where they exclude each other, as small as can be."""
         try:
-            return self._in_order(order, {})
-        except _NoRoomError as failure:
-            order = [failure.path, *(each for each in order if each != failure.path)]
-        with suppress(_NoRoomError):
-            return self._in_order(order, {})
-        smallest = {key: small for path in order for key in path if (small := self._smallest(key)) is not None}
-        ways = [self._in_order(order, settled, strict=False) for settled in ({}, smallest)]
-        return min(ways, key=lambda found: max(plan.peak_bytes for plan in found.values()))
-
-    def _smallest(self, call: CallKey) -> Plan | None:
-        """The plan of a call that takes least, if the call is still known."""
-        prepared = call.prepared()
-        if prepared is None:
-            return None
-        profile = prepared.profile
-        budget = self._budget(profile.chain, profile.copied_bytes).reduced_to(0, "other calls of the step")
-        return self._solved(profile.chain, budget, must_fit=False)
+            found = self._in_order(order, tight=False)
+        except _NoRoomError:
+            found = self._in_order(order, tight=True)
+        self._known.pop(path, None)
+        for each, plan in found.items():
+            self._known.pop(each, None)
+            self._known[each] = self._in_use(each, plan)
+        for oldest in list(self._known)[:-_MOST_PATHS]:
+            del self._known[oldest]
+            self._measured.pop(oldest, None)
+            self._in_part.discard(oldest)
+            self._kept.difference_update(oldest)  # a path that is still known tells again
 
     def _in_use(self, path: Path, plan: StepPlan) -> StepPlan:
         """Let calls run under a plan, those that run the same schedule under what they have."""
@@ -443,29 +385,25 @@ class PathPlans:
                 key.plans.use_plan(key.signature, prepared, part)
         return replace(plan, calls=tuple(parts))
 
-    def _in_order(
-        self, order: Sequence[Path], settled: dict[CallKey, Plan], *, strict: bool = True
-    ) -> dict[Path, StepPlan]:
+    def _in_order(self, order: Sequence[Path], *, tight: bool) -> dict[Path, StepPlan]:
         """Plans for paths, those of earlier ones settled. ``_NoRoomError`` if that is why there is none."""
         found: dict[Path, StepPlan] = {}
+        settled: dict[CallKey, Plan] = {}
         for path in order:
-            plan = self._known.get(path)
-            if plan is None or any(
-                settled.get(key, part) is not part for key, part in zip(path, plan.calls, strict=True)
-            ):
-                plan = self._beside(path, settled, strict=strict)
+            plan = self._beside(path, settled, tight=tight)
             if plan is not None:
                 found[path] = plan
                 settled.update(zip(path, plan.calls, strict=True))
         return found
 
-    def _beside(self, path: Path, settled: Mapping[CallKey, Plan], *, strict: bool) -> StepPlan | None:
+    def _beside(self, path: Path, settled: Mapping[CallKey, Plan], *, tight: bool) -> StepPlan | None:
         """A plan for a path, some of whose calls have theirs; None if one of its calls is not known any more."""
         known = [prepared for key in path if (prepared := key.prepared()) is not None]
         if len(known) < len(path):
             return None
         names, chains = [key.name for key in path], [prepared.profile.chain for prepared in known]
         measured = self._measured.get(path)
+        outside: Sequence[Outside] = measured or ()
         kept = {
             key: scheduled(each.profile.chain, Schedule.keep_all(len(each.profile.chain)), **each.plan.conditions)
             for key, each in zip(path, known, strict=True)
@@ -473,21 +411,21 @@ class PathPlans:
         }
         settled = {**kept, **settled}
         parts = [settled.get(key, chain) for key, chain in zip(path, chains, strict=True)]
-        chain = joined(names, parts, measured or ())
+        chain = joined(names, parts, outside)
         budget = self._budget(chain, _copied_bytes(known))
-        if measured is not None:
-            outside = measured
-            spared_bytes = int(budget.limit_bytes * _SPARED)
-            budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
-        else:
+        if measured is None:
             outside = self._guessed(names, parts, budget)
             chain = joined(names, parts, outside)
-            budget = budget.reduced_to(0, "what is not measured yet")
-        must_fit = strict and measured is not None and not settled.keys().isdisjoint(path)
+        if measured is None or tight:
+            budget = budget.reduced_to(0, "other calls, and what is not measured yet")
+        else:
+            spared_bytes = int(budget.limit_bytes * _SPARED)
+            budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
+        must_fit = measured is not None and not tight and not settled.keys().isdisjoint(path)
         try:
             solved = self._solved(chain, budget, must_fit=must_fit)
         except BudgetError:
-            raise _NoRoomError(path) from None
+            raise _NoRoomError from None
         lengths = [1 if isinstance(part, Plan) else len(part) for part in parts]
         schedules = [
             part.schedule if isinstance(part, Plan) else schedule
@@ -500,10 +438,7 @@ class PathPlans:
         return replace(plan, calls=calls)
 
     def _guessed(self, names: Sequence[str], parts: Sequence[Chain | Plan], budget: Budget) -> list[Outside]:
-        """Peaks behind calls, the higher the less calls keep, as high as the least plan allows.
-
-        They do not depend on the limit: then a step takes the same under each, and what it took is a minimum for all.
-        """
+        """Peaks behind calls, the higher the less calls keep, as high as the least plan allows, whatever the limit."""
 
         def least(outside: Sequence[Outside]) -> int:
             chain = joined(names, parts, outside)
@@ -523,7 +458,7 @@ class PathPlans:
             outcome = budget.plan(chain, slots=self._slots)
         except BudgetError as error:
             outcome = error if must_fit else budget.least_plan(chain, error, slots=self._slots)
-        return self._source.ranks.settle(chain.fingerprint, outcome)  # an error, too, since others may wait for it
+        return self._source.ranks.settle(outcome)  # an error, too, since others may wait for it
 
 
 def _path(calls: Sequence[Call]) -> Path:

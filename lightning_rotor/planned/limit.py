@@ -1,50 +1,282 @@
-"""One limit for a training step: what plans may use of it, and what happens where none keeps it.
+"""One limit for a training step: what the step takes, what plans may use, and what happens where none keeps it.
 
 Measured peaks lead to better budgets: less after a peak above the limit, more after one far below.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ShortageError, TrialError
+from lightning_rotor.errors import BudgetError, ProfilingError, ShortageError, TrialError
+from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, usable_bytes
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,
     gradient_bytes,
     optimizer_state_bytes,
+    own_gradients,
     predict_optimizer_state_bytes,
 )
-from lightning_rotor.planned.calls import Step, StepWatch
+from lightning_rotor.planned.cache import Prepared, Turn
+from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.forward import shortage_message
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.values import sizes_by_address
+from lightning_rotor.profiling import StepMeter
+from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit, format_bytes
+
+# ------------------------------------------ The running step: its calls, and which of them wait for their backward together.
+
+
+LOSS = "loss"
+"""Label of a phase that begins with a backward."""
+INTO, BEHIND, BACK = "into", "behind", "back to"
+"""How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call in the running step."""
+
+    key: CallKey
+    prepared: Prepared
+    pending: ReferenceType[Pending]
+
+    @property
+    def waits(self) -> bool:
+        """True until its backward has come, or its graph is gone."""
+        pending = self.pending()
+        return pending is not None and pending.waits
+
+    @property
+    def plan(self) -> Plan:
+        """What it has run under."""
+        assert self.prepared.plan is not None
+        return self.prepared.plan
+
+    @property
+    def has_another_plan(self) -> bool:
+        """True if it will run under another one in the next step."""
+        prepared = self.key.prepared()
+        return prepared is None or prepared.plan is not self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """What a call has in every step; ``plans`` are of its module."""
+
+    plans: Plans
+    signature: Signature
+    turn: Turn
+
+    @property
+    def name(self) -> str:
+        """Of the module."""
+        return self.plans.name
+
+    def prepared(self) -> Prepared | None:
+        """What is known of it, if that is still known."""
+        return self.plans.cache.use(self.signature, self.turn)
+
+
+@dataclass(slots=True)
+class Step:
+    """The running step, with the batch as it was given; ``is_over`` once its optimizer has stepped.
+
+    Attributes:
+        batch: The tensors of the batch, and ``is_first`` if no optimizer has stepped before; None until somebody asks.
+        paths: Calls that wait for their backward together, in the order of their forwards; the running one is last.
+        numbers: Of its calls, from 0 on.
+        is_shared: A call was planned with a part of what is left, because others were to come.
+        other_bytes: What else a GPU's allocator had given out when the first forward began.
+        missing: What later steps will hold besides, in forwards and in backwards.
+    """
+
+    given: Any
+    batch: list[torch.Tensor] = field(default_factory=list)
+    is_first: bool | None = None
+    paths: list[tuple[Call, ...]] = field(default_factory=list)
+    numbers: dict[Call, int] = field(default_factory=dict)
+    is_shared: bool = False
+    other_bytes: int | None = None
+    missing: tuple[int, int] = (0, 0)
+    is_over: bool = False
+
+    @property
+    def waiting(self) -> tuple[Call, ...]:
+        """Calls whose backward is still to come."""
+        return tuple(call for call in self.paths[-1] if call.waits) if self.paths else ()
+
+    @property
+    def is_joint(self) -> bool:
+        """True if some of its calls were alive together, or could have been."""
+        return self.is_shared or any(len(path) > 1 for path in self.paths)
+
+    def as_later(self, phases: Iterable[MeteredPhase]) -> list[MeteredPhase]:
+        """Its phases, with what later steps hold besides."""
+        forward, backward = self.missing
+        return [
+            phase.raised(backward if phase.label == LOSS or phase.label.startswith(BACK) else forward)
+            for phase in phases
+        ]
+
+    def find(self, taken: Iterable[torch.Tensor]) -> None:
+        """Count the input of the first call that the step has made before a meter of the CPU could see it."""
+        batch = sizes_by_address(self.batch)
+        made_bytes = sum(size for address, size in sizes_by_address(taken).items() if address not in batch)
+        self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
+
+    def add(self, call: Call) -> None:
+        """A call has run."""
+        self.numbers[call] = len(self.numbers)
+        waiting = self.waiting
+        if self.paths and waiting == self.paths[-1]:
+            self.paths.pop()
+        self.paths.append((*waiting, call))
+
+
+# --------------------------------------------- The peaks of the first steps under each plan, as the allocator saw them.
+
+_STEPS = 3
+
+
+class StepWatch:
+    """Measures a few steps of training after each plan, then leaves training alone.
+
+    Attributes:
+        peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
+        reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
+        backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
+        phases: Of that step, up to there, in order, with what was there before it.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self.backward_peak_bytes = 0
+        self.phases: list[MeteredPhase] = []
+        self._left = 0
+        self._meter: StepMeter | None = None
+        self._base_bytes = 0
+        self._model: nn.Module = nn.Module()
+        self._seen, self._older = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()  # gradients, and their sizes
+        self._older_bytes = 0  # of those that no meter saw made, nor will see go
+        self._gone_bytes: list[int] = []  # of them, when a phase began
+        self._was_interrupted = False
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is to be measured."""
+        return self._left > 0
+
+    @property
+    def running(self) -> bool:
+        """True while a step is being measured."""
+        return self._meter is not None
+
+    def renew(self) -> None:
+        """Measure the steps that follow, as there is a new plan."""
+        self._left = _STEPS
+
+    def give_up(self) -> None:
+        """Measure no more steps under this plan."""
+        self._left = 0
+
+    def start(self, loop: TrainingLoop, batch: Sequence[torch.Tensor]) -> None:
+        """Begin with a step, at its very start or, when a plan is new, in its first forward.
+
+        Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
+        step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
+        """
+        if self._was_interrupted:
+            return
+        on_cpu = loop.device().type == "cpu"
+        if on_cpu and loop.profiler_is_taken:
+            self.give_up()  # torch has one profiler, and the user wants it
+            return
+        if on_cpu and loop.may_take_new_buckets():
+            return  # the old ones, never measured, would not show as freed
+        meter = StepMeter(loop.device())
+        try:
+            meter.start()
+        except ProfilingError as error:
+            self.give_up()
+            loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
+            return
+        self._meter = meter
+        self._model = loop.model
+        # The CPU's meter sees only those go that were made under its eyes.
+        self._older.clear()
+        for each in own_gradients(loop.model) if on_cpu else ():
+            if each not in self._seen:
+                self._older[each] = each.nbytes
+        self._older_bytes = sum(self._older.values())
+        self._gone_bytes = [0]
+        self._base_bytes = loop.allocated_bytes(batch)
+
+    def mark(self, label: str = END) -> None:
+        """Begin a phase of the step, if it is measured; without a label, what no plan can change."""
+        if self._meter is not None:
+            self._gone_bytes.append(self._older_bytes - sum(self._older.values()))
+            self._meter.lap(label)
+
+    def stop(self) -> bool:
+        """End with a step. True if there are new peaks."""
+        self._was_interrupted = False
+        if self._meter is None:
+            return False
+        trace, self._meter = self._meter.stop(), None
+        self._note_gradients()
+        self._left -= 1
+        phases = [
+            phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
+        ]
+        self.phases = [phase for phase in phases if phase.label != END]
+        self.peak_bytes = max(phase.peak_bytes for phase in phases)
+        self.backward_peak_bytes = max(phase.peak_bytes for phase in self.phases)
+        self.reserved_bytes = trace.reserved_bytes
+        return True
+
+    def drop(self) -> None:
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter = None
+            self._note_gradients()
+            self._was_interrupted = True
+
+    def _note_gradients(self) -> None:
+        """Remember which gradients were made under a meter's eyes."""
+        for each in own_gradients(self._model):
+            if each not in self._older:
+                self._seen[each] = each.nbytes
+
+
+# -------------------------------------------------------------------- The search for budgets.
 
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
 _CLOSE = 0.9
 _NARROW = 0.01
-_MOST_OVERSHOOTS = 5
-_MOST_GROWTHS = 8
+_MOST_OVERSHOOTS, _MOST_GROWTHS = 5, 8
 _MARGIN = 0.1
 _MOST_CHAINS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A plan, and what a step under it took.
-
-    Attributes:
-        plan_bytes: Its predicted peak.
-        measured_bytes: Peak of the whole process, until the optimizer's step.
-    """
+    """A plan, its predicted peak, and the peak of the whole process in a step under it, until the optimizer's step."""
 
     budget_bytes: int
     plan_bytes: int
@@ -52,7 +284,7 @@ class Trial:
 
 
 class ClosedLoop:
-    """The search for one chain's budget.
+    """The search for one chain's budget, between one that has kept the limit and a plan that took too much.
 
     ``size_bytes`` turned out to be needed outside of it so far; negative if less was needed than was kept free.
     """
@@ -61,34 +293,31 @@ class ClosedLoop:
         self.chain_bytes, self.size_bytes = chain_bytes, size_bytes
         self._good: Trial | None = None
         self._bad: Trial | None = None
-        self._overshoots = 0
-        self._growths = 0
+        self._overshoots = self._growths = 0
 
-    def too_much(self, trial: Trial, limit_bytes: int) -> int | None:
-        """The next budget after a peak above the limit, or None if many did not help."""
+    def following(self, trial: Trial, limit_bytes: int) -> int | None:
+        """The next budget; None if this one is good enough, or if many that were too much did not help."""
+        return (self._less if trial.measured_bytes > limit_bytes else self._more)(trial, limit_bytes)
+
+    def _less(self, trial: Trial, limit_bytes: int) -> int | None:
         if self._bad is None or trial.plan_bytes <= self._bad.plan_bytes:
             self._bad = trial
         if self._good is not None and self._good.budget_bytes >= trial.budget_bytes:
             self._good = None  # what did once does not always
         self._overshoots += 1
+        has_more = self._overshoots <= _MOST_OVERSHOOTS
         if self._good is not None:
-            between = None if self._overshoots > _MOST_OVERSHOOTS else self._between(limit_bytes)
-            return between or self._good.budget_bytes
-        if self._overshoots > _MOST_OVERSHOOTS:
-            return None
+            return (self._between(limit_bytes) if has_more else None) or self._good.budget_bytes
         # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
-        return trial.plan_bytes - ((trial.measured_bytes - limit_bytes) << (self._overshoots - 1))
+        steps_bytes = (trial.measured_bytes - limit_bytes) << (self._overshoots - 1)
+        return trial.plan_bytes - steps_bytes if has_more else None
 
-    def too_little(self, trial: Trial, limit_bytes: int, *, calls: int) -> int | None:
-        """The next budget after a peak that kept the limit, or None if this one is good enough.
-
-        ``calls`` counts those of the planned module in the step: what each takes more may be alive at the same time.
-        """
+    def _more(self, trial: Trial, limit_bytes: int) -> int | None:
         if self._good is None or trial.budget_bytes > self._good.budget_bytes:
             self._good = trial
         if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
             return None
-        grown: int | None = trial.plan_bytes + (limit_bytes - trial.measured_bytes) // max(calls, 1)
+        grown: int | None = trial.plan_bytes + limit_bytes - trial.measured_bytes
         if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
             grown = self._between(limit_bytes)
         if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
@@ -98,72 +327,14 @@ class ClosedLoop:
 
     def _between(self, limit_bytes: int) -> int | None:
         """Where the limit should be reached, between a good budget and the plan that took too much."""
-        assert self._good is not None
-        assert self._bad is not None
-        gap = self._bad.plan_bytes - self._good.budget_bytes
+        good, bad = self._good, self._bad
+        assert good is not None
+        assert bad is not None
+        gap = bad.plan_bytes - good.budget_bytes
         if gap <= _NARROW * limit_bytes:
             return None
-        share = (limit_bytes - self._good.measured_bytes) / (self._bad.measured_bytes - self._good.measured_bytes)
-        return self._good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
-
-
-class Corrections:
-    """What measured steps have taught, for each chain."""
-
-    def __init__(self) -> None:
-        self._known: OrderedDict[str, ClosedLoop] = OrderedDict()
-
-    def __contains__(self, chain: Chain) -> bool:
-        return chain.fingerprint in self._known
-
-    def to_plain(self) -> dict[str, list[int]]:
-        """For each chain, by its fingerprint, its size and what is kept free besides what was predicted; in bytes."""
-        return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
-
-    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
-        """Take over the corrections of an earlier training."""
-        for name, (chain_bytes, size_bytes) in corrections.items():
-            self._known[name] = ClosedLoop(chain_bytes, size_bytes)
-
-    def of(self, chain: Chain) -> int:
-        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
-        own = self._known.get(chain.fingerprint)
-        if own is not None:
-            return own.size_bytes
-        size = _bytes_of(chain)
-        return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
-
-    def correct(
-        self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, limit_bytes: int, may_grow: bool
-    ) -> bool:
-        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
-
-        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
-        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
-        """
-        is_better = True
-        for plan in {id(plan): plan for plan in runs}.values():
-            known = self._take_up(plan.chain)
-            trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
-            if measured_bytes > limit_bytes:
-                # Where other plans did not help, that is the one that takes least.
-                is_better = _replanned(modules, plan, known, known.too_much(trial, limit_bytes) or 0)
-            elif may_grow and plan.recomputed and not modules.is_capped(plan):
-                budget = known.too_little(trial, limit_bytes, calls=len(runs))
-                if budget is not None:
-                    _replanned(modules, plan, known, budget)
-        if measured_bytes > limit_bytes and is_better:
-            modules.unplan(lambda plan: plan.chain in self)
-        return is_better
-
-    def _take_up(self, chain: Chain) -> ClosedLoop:
-        name = chain.fingerprint
-        if name not in self._known:
-            self._known[name] = ClosedLoop(_bytes_of(chain), self.of(chain))
-        self._known.move_to_end(name)
-        while len(self._known) > _MOST_CHAINS:
-            self._known.popitem(last=False)
-        return self._known[name]
+        share = (limit_bytes - good.measured_bytes) / (bad.measured_bytes - good.measured_bytes)
+        return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
 def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:
@@ -200,8 +371,8 @@ class StepLimit:
 
     def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None, *, beyond: bool) -> None:
         self.size_bytes, self.beyond = 0, beyond
-        self.excess_bytes = self._correction_bytes = 0  # what the least plan takes beyond the limit, and a part of that
-        self.corrections = Corrections()
+        self._excess_bytes = self._correction_bytes = 0  # of the least plan beyond the limit, and a part of that
+        self._known: dict[str, ClosedLoop] = {}
         self._loop, self._limit = loop, limit
         self._agreed_bytes: int | None = None
         self._others: dict[str, int] = {}
@@ -216,51 +387,94 @@ class StepLimit:
     def budget(
         self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
     ) -> Budget:
-        """What a plan may use. What else there is shows when a forward begins; between steps the first counts."""
+        """What a plan may use. What else there is shows when a step's first forward begins; between steps the first."""
         batch = [] if step is None else step.batch
         resident = self._loop.resident(modules, batch, torch.device(chain.device))
         if not batch:  # in a tuner's trial, which is known from its forward alone
             resident = replace(resident, batch_bytes=chain.input_bytes)
-        resident = replace(resident, other_bytes=self._other_bytes(chain, step, resident.other_bytes))
+        other_bytes = self._others.get(chain.fingerprint, resident.other_bytes)
+        if step is not None:
+            step.other_bytes = resident.other_bytes if step.other_bytes is None else step.other_bytes
+            other_bytes = self._others.setdefault(chain.fingerprint, step.other_bytes)
+        resident = replace(resident, other_bytes=other_bytes)
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
         if correction_bytes is None:
-            correction_bytes = self.corrections.of(chain)
+            correction_bytes = self._correction_of(chain)
         budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
-        if chain not in self.corrections:
+        if chain.fingerprint not in self._known:
             budget = replace(budget, guessed_bytes=correction_bytes)
-        self._told = replace(budget, error=TrialError) if self._loop.is_trial else budget
-        self.excess_bytes, self._correction_bytes = 0, correction_bytes
+        self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
+        self._excess_bytes, self._correction_bytes = 0, correction_bytes
         return self._told
-
-    def _other_bytes(self, chain: Chain, step: Step | None, now_bytes: int) -> int:
-        """What else there was when the first forward of the step began."""
-        if step is None:
-            return self._others.get(chain.fingerprint, now_bytes)
-        if step.other_bytes is None:
-            step.other_bytes = now_bytes
-        return self._others.setdefault(chain.fingerprint, step.other_bytes)
 
     def missing(self) -> tuple[int, int]:
         """What later steps hold besides, in forwards and in backwards: a first step has neither state nor gradients."""
         loop = self._loop
         with loop.untoggled():
             gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
-            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers)
-        return gradients + state, state if loop.gradients_linger else gradients + state
+            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers())
+        return gradients + state, state if loop.gradients_linger() else gradients + state
 
     def reserved_beside(self, plan: Plan) -> int:
         """What of the process is not for a plan."""
-        return max(self.size_bytes - plan.budget_bytes + self.excess_bytes, 0)
+        return max(self.size_bytes - plan.budget_bytes + self._excess_bytes, 0)
+
+    # ---------------------------------------------------------------- what measured steps have taught, for each chain
+
+    def to_plain(self) -> dict[str, list[int]]:
+        """For each chain, by its fingerprint, its size and what is kept free besides what was predicted; in bytes."""
+        return {name: [each.chain_bytes, each.size_bytes] for name, each in self._known.items()}
+
+    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
+        """Take over the corrections of an earlier training."""
+        self._known |= {name: ClosedLoop(*sizes) for name, sizes in corrections.items()}
+
+    def _correction_of(self, chain: Chain) -> int:
+        """A chain's own correction, or for one that was never watched the largest of the others, in proportion."""
+        own = self._known.get(chain.fingerprint)
+        if own is not None:
+            return own.size_bytes
+        size = _bytes_of(chain)
+        return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
+
+    def correct(self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, may_grow: bool) -> bool:
+        """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
+
+        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
+        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
+        """
+        exceeds, is_better = measured_bytes > self.size_bytes, True
+        for plan in {id(plan): plan for plan in runs}.values():
+            known = self._take_up(plan.chain)
+            if not exceeds and not (may_grow and plan.recomputed and not modules.is_capped(plan)):
+                continue
+            budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), self.size_bytes)
+            if exceeds:  # where other plans did not help, the one that takes least
+                is_better = _replanned(modules, plan, known, budget or 0)
+            elif budget is not None:
+                _replanned(modules, plan, known, budget)
+        if exceeds and is_better:
+            modules.unplan(lambda plan: plan.chain.fingerprint in self._known)
+        return is_better
+
+    def _take_up(self, chain: Chain) -> ClosedLoop:
+        """What is known of a chain, now used last."""
+        size_bytes = self._correction_of(chain)
+        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
+        self._known[chain.fingerprint] = known
+        if len(self._known) > _MOST_CHAINS:
+            del self._known[next(iter(self._known))]
+        return known
 
     # ---------------------------------------------------------------- where no plan keeps it
 
     def refuse(self, error: BudgetError, step: Step | None) -> None:
         """No plan for a call fits: go beyond the limit, or end training once the step has shown what it needs."""
-        self.excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
+        self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
-        is_simple = runs and loop.gradients_linger and not loop.is_trial and loop.processes == 1
+        is_simple = runs and loop.gradients_linger() and not loop.is_trial() and loop.processes == 1
         missing_bytes = error.minimum_bytes - self.size_bytes
-        has_no_more = loop.device.type == "cuda" and missing_bytes > usable_bytes(loop.device)
+        has_no_more = loop.device().type == "cuda" and missing_bytes > usable_bytes(loop.device())
         if self.beyond or not is_simple or has_no_more:
             self._go_beyond(error)
         else:
@@ -278,18 +492,13 @@ class StepLimit:
             budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
         raise budget.refusal(least_bytes, error)
 
-    def exceeded(self, peak_bytes: int, names: Sequence[str], calls: Sequence[Plan]) -> None:
+    def exceeded(self, peak_bytes: int, calls: Sequence[Plan]) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""
-        parts = ", ".join(
-            f"{format_bytes(call.peak_bytes)} in {name or 'the model itself'}"
-            for name, call in zip(names, calls, strict=False)
-        )
         minimum_bytes = int(peak_bytes * (_SEVERAL if len(calls) > 1 else _UNEVEN))
         error = self._told.error(
             f"mem_limit {format_bytes(self.size_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
             f"({minimum_bytes:,} bytes) for this model and batch: a measured step has taken {format_bytes(peak_bytes)} "
-            f"under the plan that takes least, {parts} and the rest of the step. Raise mem_limit or lower the batch "
-            "size",
+            "under the plan that takes least. Raise mem_limit or lower the batch size",
             budget_bytes=self.size_bytes,
             minimum_bytes=minimum_bytes,
             stage=max(calls, key=lambda call: call.peak_bytes).chain.names[0],

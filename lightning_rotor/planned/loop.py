@@ -1,120 +1,261 @@
-"""The training loop around a planned module, as far as plans must know of it."""
+"""The training loop around a planned module, as far as plans must know of it, and what one step of it computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import flop_registry
 
-from lightning_rotor.errors import ProfilingError
+from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
-from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planned.target import StepCompute
+from lightning_rotor.planning import Plan
 from lightning_rotor.private.sharding import messages_bytes
-from lightning_rotor.private.torch_names import has_rebuilt_buckets
+from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
+from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit
 
 Told = TypeVar("Told")
 
 
+class Agreement:
+    """What a planned forward asks of other processes, where they measure and plan ``together``; by itself, nothing."""
+
+    together = False
+
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in this process or in one that measures and plans together with it."""
+        return is_so
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if this process has a schedule for a call, and each that plans together with it has the same."""
+        return schedule is not None
+
+    def settle(self, outcome: Plan | BudgetError) -> Plan:
+        """The plan to run instead of one's own ``outcome``, or ``BudgetError``."""
+        if isinstance(outcome, BudgetError):
+            raise outcome
+        return outcome
+
+
+# ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
+
+# A loop that waits for a value would never end, since values do not change.
+_MOST_READS = 1000
+_LONGEST_REASON = 300
+
+
+class StepCompute(AssumedValues):
+    """FLOPs of the forwards in one training step, counted while it runs.
+
+    Attributes:
+        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
+            with gradients enabled and flowing through its output.
+        calls: How often each of them runs.
+        assumed_values: How often the step asked for a value that a dry run cannot know.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.total = 0
+        self.plannable: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self._running: list[str] = []
+        for name, module in model.named_modules():
+            # Not a hook: those do not fire when a forward is called by its name.
+            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
+
+    def share(self, name: str) -> float:
+        """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
+        return self.plannable[name] / self.total
+
+    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        recursive, before = name in self._running, self.total
+        self._running.append(name)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._running.pop()
+        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
+            self.plannable[name] += self.total - before
+            self.calls[name] += 1
+        return output
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assumed = self.assumed_values
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.assumed_values > _MOST_READS:
+            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
+        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
+            self.total += _flops(func, args, kwargs or {}, result)
+        return result
+
+
+def measure_compute(
+    model: nn.Module,
+    inputs: Any,
+    step: Callable[[Any, Any], Any],
+    *,
+    replacements: Mapping[int, Any] | None = None,
+) -> StepCompute:
+    """FLOPs of a step on copies without values of the model and ``inputs``; ``ProfilingError`` if it needs values.
+
+    By ``id``, ``replacements`` stand in the copies for objects that a dry run must not touch.
+    """
+    try:
+        found = _count(model, inputs, step, replacements or {})
+    except Exception as error:  # whatever a step does that was written for real tensors
+        reason = f"its dry run fails with {type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+    else:
+        reason = "" if found.total else "its dry run computes nothing"
+    gc.collect()  # the copies hold each other, and what looks for tensors (a recording does) would still find them
+    if reason:
+        raise ProfilingError(reason)
+    return found
+
+
+def _count(
+    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
+) -> StepCompute:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        duplicate, inputs = fake_copy((model, inputs), mode, replacements)
+        found = StepCompute(duplicate)
+        with found:
+            step(duplicate, inputs)
+    return found
+
+
+def _outputs_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in an output, also in one of the user's own classes."""
+    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    name = packet_of(func).__name__
+    if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
+        query, key, value = args[:3]
+        pairs = query.shape[:-1].numel() * key.shape[-2]
+        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+    if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
+        return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
+    formula = flop_registry.get(packet_of(func))
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if func.is_view:
+        return 0
+    return sum(tensor.numel() for tensor in tensors_in(result))
+
+
+# -------------------------------------------------------------------- The loop.
+
+
 class TrainingLoop(Protocol):
-    """Trains a model. Adapters of frameworks say how."""
+    """Trains a model. Adapters of frameworks say how.
+
+    Attributes:
+        may_be_whole: The model's own forward may be planned.
+        is_compiled: The model was compiled as a whole.
+        is_lead: This process speaks for all.
+        profiler_is_taken: The user wants torch's one profiler.
+        local_processes: Of this training, on this machine.
+        is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
+        wrapped: The model as the strategy has wrapped it.
+        gradients_linger: True if gradients of one step are there until after the next forward, and no longer.
+        steps: Of all optimizers so far.
+    """
 
     model: nn.Module
     may_be_whole: bool
     is_compiled: bool
     is_lead: bool
     profiler_is_taken: bool
-
-    @property
-    def is_trial(self) -> bool:
-        """True while a tuner tries a batch size, and wants to hear of a lack of memory."""
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that train together."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model trains."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers."""
-
-    @property
-    def wrapped(self) -> nn.Module | None:
-        """The model as the strategy has wrapped it."""
-
-    @property
-    def gradients_linger(self) -> bool:
-        """True if gradients of one step are there until after the next forward, and no longer."""
-
-    @property
-    def has_stepped(self) -> bool:
-        """True once an optimizer has taken a step."""
-
-    @property
-    def batches_done(self) -> int:
-        """Batches since training began."""
-
-    def sharing(self, device: torch.device) -> int:
-        """Number of processes of this training that take memory from this device."""
+    local_processes: int
+    is_trial: Callable[[], bool]
+    device: Callable[[], torch.device]
+    optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
+    wrapped: Callable[[], nn.Module | None]
+    gradients_linger: Callable[[], bool]
+    steps: Callable[[], int]
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
-        raise ProfilingError("a plain loop has no step that could run dry")
-
-    def warn(self, message: str) -> None:
-        """Tell the user, once for all processes."""
 
     def untoggled(self) -> AbstractContextManager[None]:
         """Context in which parameters require gradients as over a whole step, whichever optimizer's turn it is."""
 
     # ---------------------------------------------------------------- other processes
 
+    @property
+    def processes(self) -> int:
+        """Number of processes that train together."""
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""
+        found = [told] * self.processes
+        if self.processes > 1:
+            dist.all_gather_object(found, told)
+        return found
 
-    def meet(self, *, beyond: bool) -> Agreement:
-        """How processes will agree on plans. Each waits for all. ``beyond`` runs the least plan where none fits."""
+    def warn(self, message: str) -> None:
+        """Tell the user, once for all processes."""
+        if self.is_lead:
+            warnings.warn(message, RotorWarning, stacklevel=2)
 
     # ---------------------------------------------------------------- memory
 
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
         """A user's limit as this process sees it."""
-        device = self.device
-        return process_limit_bytes(limit, self.model, self.optimizers, batch, device, sharing=self.sharing(device))
+        sharing = self.local_processes if self.device().type == "cpu" else 1
+        return process_limit_bytes(limit, self.model, self.optimizers(), batch, self.device(), sharing=sharing)
 
     def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
         """What the process holds besides the activations of a module: what is there, and what will be."""
         with self.untoggled():
-            resident = ResidentMemory.of(self.model, target, self.optimizers, batch, device)
+            resident = ResidentMemory.of(self.model, target, self.optimizers(), batch, device)
         communication_bytes, other_bytes = self.communication_bytes(), 0
         if device.type == "cuda":
-            named = named_bytes(self.model, self.optimizers, batch, device) + communication_bytes
+            named = named_bytes(self.model, self.optimizers(), batch, device) + communication_bytes
             other_bytes = max(0, torch.cuda.memory_allocated(device) - named)
         return replace(
             resident,
             communication_bytes=communication_bytes,
             other_bytes=other_bytes,
-            gradients_linger=self.gradients_linger,
+            gradients_linger=self.gradients_linger(),
         )
 
     def allocated_bytes(self, batch: Sequence[torch.Tensor]) -> int:
-        """What training holds at this moment."""
-        base_bytes = allocated_bytes(self.model, self.optimizers, batch, self.device)
-        return base_bytes if self.device.type == "cuda" else base_bytes + self._unnamed_bytes()
+        """What training holds at this moment, on the CPU also what parameters and gradients do not show."""
+        base_bytes = allocated_bytes(self.model, self.optimizers(), batch, self.device())
+        wrapped: Any = self.wrapped()
+        if self.device().type == "cuda":
+            return base_bytes
+        if not isinstance(wrapped, DistributedDataParallel):
+            return base_bytes + self._hidden_bytes()
+        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
+        return base_bytes + max(0, self.communication_bytes() - shown)
 
     def communication_bytes(self) -> int:
         """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
-        wrapped = self.wrapped
+        wrapped = self.wrapped()
         if isinstance(wrapped, DistributedDataParallel):
             ignored: set[str] = wrapped.parameters_to_ignore
             learning = (p for name, p in wrapped.module.named_parameters() if p.requires_grad and name not in ignored)
@@ -123,26 +264,13 @@ class TrainingLoop(Protocol):
             return 0
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
 
-    def _unnamed_bytes(self) -> int:
-        """Bytes held now that neither parameters nor gradients of the model show."""
-        wrapped: Any = self.wrapped
-        if not isinstance(wrapped, DistributedDataParallel):
-            return self._hidden_bytes()
-        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
-        return max(0, self.communication_bytes() - shown)
-
     def may_take_new_buckets(self) -> bool:
         """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
-        wrapped = self.wrapped
-        if not isinstance(wrapped, DistributedDataParallel) or self.batches_done < 1:
-            return False
-        if wrapped.find_unused_parameters and not wrapped.static_graph:
-            return False
-        return not has_rebuilt_buckets(wrapped)
+        return isinstance(self.wrapped(), DistributedDataParallel) and 0 < self.steps() <= len(self.optimizers())
 
     def _shards(self) -> list[torch.Tensor]:
         """Parts of the spread parameters that optimizers hold."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        groups = (group for optimizer in self.optimizers() for group in optimizer.param_groups)
         return [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "device_mesh")]
 
     def _hidden_bytes(self) -> int:

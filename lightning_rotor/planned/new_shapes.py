@@ -60,10 +60,6 @@ class Measurements:
         """Forget signatures of layers that are gone."""
         self._known = {signature: profile for signature, profile in self._known.items() if keep(signature)}
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._known.clear()
-
     def estimate(self, signature: Signature) -> tuple[Profile, bool] | None:
         """Costs at least as high as would be measured, and True if they are not much higher; None if it must be."""
         wanted = signature.family
@@ -86,10 +82,7 @@ class Measurements:
 
 
 def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:
-    """The least bound on costs for the wanted shapes, the number of its measurement, and True if that is near.
-
-    None if all measurements are much smaller.
-    """
+    """The least bound for shapes, the number of its measurement, and True if near; None if all are much smaller."""
     # Many are possible, and only the best is put together.
     for _, is_far, number, chain in sorted(_bounds(wanted, known), key=itemgetter(0, 1)):
         with suppress(UnlikeChainsError):  # two that differ in more than sizes

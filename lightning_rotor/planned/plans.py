@@ -37,8 +37,8 @@ from lightning_rotor.planned.cache import (
     record_of,
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
+from lightning_rotor.planned.loop import Agreement
 from lightning_rotor.planned.new_shapes import Measurements
-from lightning_rotor.planned.ranks import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -321,7 +321,7 @@ class Plans:
         """Plan anew for known costs, as all processes agree."""
         outcome = self._outcome(prepared.profile)
         if not (prepared.estimated and isinstance(outcome, Plan)):
-            outcome = self._source.ranks.settle(call_fingerprint(signature, self._compiled.choice), outcome)
+            outcome = self._source.ranks.settle(outcome)
         return self.use_plan(signature, prepared.without_plan(), outcome)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
@@ -398,7 +398,7 @@ class Plans:
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
         self.cache.clear()
-        self._measurements.clear()
+        self._measurements.drop(lambda signature: False)
         self._cuts.forget()
 
 

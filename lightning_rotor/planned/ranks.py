@@ -1,14 +1,8 @@
-"""How the processes of a distributed training come to run one plan, and nobody waits in vain.
+"""One plan for processes whose planned module communicates: SyncBatchNorm, DTensors, all_reduce.
 
-Which way is safe depends on what happens inside the planned module:
-
-- It computes by itself (DDP): :class:`PublishedPlans`, nobody waits. The first process that plans a call publishes the
-  plan; who meets the same call with the same budget takes it. A process whose batch has another shape plans for itself,
-  and one that skips the module keeps nobody waiting.
-- It communicates (SyncBatchNorm, DTensors, all_reduce): :class:`JointPlans`. The processes run it in lockstep anyway,
-  and a recomputation communicates again. So at each forward they ask each other whether all have the same schedule for
-  it. If not, all plan together, measure first if anyone must, and run the plan of the one with least room, or one that
-  fits all.
+They run it in lockstep anyway, and a recomputation communicates again. So at each forward they ask each other whether
+all have the same schedule for it. If not, all plan together, measure first if anyone must, and run the plan of the one
+with least room. Where a module computes by itself (DDP), each process plans for itself.
 """
 
 from __future__ import annotations
@@ -22,66 +16,24 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.errors import BudgetError, RotorError, ScheduleError
+from lightning_rotor.planned.loop import Agreement
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
-_PREFIX = "lightning_rotor/plan"
-
-
-class Agreement:
-    """What a planned forward asks of other processes; of one ``alone``, nothing. Some can only measure ``together``."""
-
-    alone, together = True, False
-
-    def any(self, is_so: bool) -> bool:
-        """True if it is so in this process or in one that measures and plans together with it."""
-        return is_so
-
-    def all_run(self, schedule: Schedule | None) -> bool:
-        """True if this process has a schedule for a call, and each that plans together with it has the same."""
-        return schedule is not None
-
-    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own ``outcome``, or ``BudgetError``; ``call`` is the call's fingerprint."""
-        if isinstance(outcome, BudgetError):
-            raise outcome
-        return outcome
-
-
-class PublishedPlans(Agreement):
-    """Plans in the key-value store that the processes met through: the first one to be published counts."""
-
-    alone = False
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The published plan for this call and budget; this process' own if there is none, or it does not fit here."""
-        outcome = super().settle(call, outcome)
-        circumstances = (outcome.budget_bytes, outcome.gradients_exist, outcome.lingering_bytes, outcome.slots)
-        key = "/".join(map(str, (_PREFIX, call, *circumstances)))
-        # With nothing expected, a store sets what is not there yet, and returns what is there afterwards.
-        published = self._store.compare_set(key, "", str(outcome.schedule))
-        fits = _excess_bytes(outcome, published.decode()) == 0
-        return _under(outcome, published.decode()) if fits else outcome
-
 
 class JointPlans(Agreement):
-    """One plan for processes that run a module in lockstep.
+    """One plan for processes that run a module in lockstep; ``beyond`` lets it exceed a budget.
 
-    Their ``group`` takes tensors on the CPU, so that no device is waited for. With ``beyond``, the plan that exceeds
-    any budget by least runs where none fits.
+    Their ``group`` takes tensors on the CPU, so that no device is waited for.
     """
 
-    alone, together = False, True
+    together = True
 
     def __init__(self, group: Any, *, beyond: bool = False) -> None:
-        self._group = group
-        self._beyond = beyond
+        self._group, self._beyond = group, beyond
 
     def any(self, is_so: bool) -> bool:
         """True if it is so in any process: one number goes round."""
@@ -96,27 +48,28 @@ class JointPlans(Agreement):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return number > 0 and found.tolist() == [number, -number]
 
-    def settle(self, call: str, outcome: Plan | BudgetError) -> Plan:
-        """The plan of the process whose batch leaves the least room, if it fits all; else the next one that does."""
-        outcomes = self._told_by_all(_told(outcome))
+    def settle(self, outcome: Plan | BudgetError) -> Plan:
+        """The plan of the process whose batch leaves the least room; ``RotorError`` if it does not fit all."""
+        told: Any = outcome
+        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
+            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+        outcomes = self._told_by_all(told)
         failures = [told for told in outcomes if isinstance(told, BudgetError)]
         if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
-        proposals = list(dict.fromkeys(schedule for _, schedule in sorted(outcomes, key=lambda told: -told[0])))
-        if len(proposals) == 1:
+        if len({schedule for _, schedule in outcomes}) == 1:
             return outcome
-        # All judge all, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        judged = zip(*self._told_by_all([_excess_bytes(outcome, schedule) for schedule in proposals]), strict=True)
-        excess = {schedule: max(sizes) for schedule, sizes in zip(proposals, judged, strict=True) if None not in sizes}
-        best = min(excess, key=lambda schedule: excess[schedule], default=None)
-        if best is None or (excess[best] > 0 and not self._beyond):
+        _, schedule = max(outcomes)
+        # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
+        excess = self._told_by_all(_excess_bytes(outcome, schedule))
+        if None in excess or (max(excess) > 0 and not self._beyond):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
                 f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
-                f"them, since {call} communicates"
+                "them, since the planned module communicates"
             )
-        settled = _under(outcome, best)
+        settled = _under(outcome, schedule)
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
     def _told_by_all(self, told: Any) -> list[Any]:
@@ -125,11 +78,9 @@ class JointPlans(Agreement):
         return heard
 
 
-def _told(outcome: Plan | BudgetError) -> BudgetError | tuple[int, str]:
-    """Message to the others: the error, or bytes missing for a plan that recomputes nothing, and the schedule."""
-    if isinstance(outcome, BudgetError):
-        return outcome
-    return plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+def meet(model: nn.Module, *, beyond: bool) -> Agreement:
+    """How processes agree on plans for a model. Each waits for all."""
+    return JointPlans(dist.new_group(backend="gloo"), beyond=beyond) if communicates(model) else Agreement()
 
 
 def _under(plan: Plan, schedule: str) -> Plan:
@@ -149,17 +100,10 @@ def _excess_bytes(plan: Plan, schedule: str) -> int | None:
 # -------------------------------------------------------------- Modules that wait for other processes in their forward.
 
 
-_NAMES = frozenset(
-    (
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "broadcast",
-        "reduce_scatter_tensor",
-    )
-)
+_NAMES = {
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "reduce_scatter_tensor"),
+}
 
 
 def communicates(module: nn.Module) -> bool:

@@ -23,15 +23,13 @@ from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
-from lightning_rotor.planned.calls import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepWatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import StepLimit
-from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.modules import PlannedModule, PlannedModules
+from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
+from lightning_rotor.planned.loop import Agreement, TrainingLoop
+from lightning_rotor.planned.modules import PlannedModule, PlannedModules, Target, may_be_planned
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.ranks import Agreement
-from lightning_rotor.planned.target import Target, may_be_planned
+from lightning_rotor.planned.ranks import meet
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
@@ -83,10 +81,10 @@ class StepPlanner(BudgetSource):
         self._step = Step(batch)
         if not self._has_met:
             self._has_met = True
-            take_workspaces(self.loop.device)
+            take_workspaces(self.loop.device())
             if self.loop.processes > 1:
                 self.limit.agree(tensors_in(batch))
-                self.ranks = self.loop.meet(beyond=self.limit.beyond)
+                self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
         if self.is_settled and not self._is_joint:
@@ -99,7 +97,7 @@ class StepPlanner(BudgetSource):
         """Note what planning and measuring ask of a step, before its optimizer steps."""
         if step is None or step.is_first is not None:
             return
-        step.batch, step.is_first = tensors_in(step.given), not self.loop.has_stepped
+        step.batch, step.is_first = tensors_in(step.given), not self.loop.steps()
         if step.is_first:
             step.missing = self.limit.missing()
 
@@ -147,11 +145,10 @@ class StepPlanner(BudgetSource):
     def _correct(self, step: Step) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        is_enough = self.limit.corrections.correct(
+        is_enough = self.limit.correct(
             self.modules,
             [path[0].plan for path in step.paths],
             max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
-            limit_bytes=self.limit.size_bytes,
             may_grow=may_grow,
         )
         if not is_enough and not step.is_first:
@@ -162,8 +159,7 @@ class StepPlanner(BudgetSource):
         if self.plan is None:
             return
         self.watch.give_up()
-        names = getattr(self.plan, "names", None) or [module.target.name for module in self.modules]
-        self.limit.exceeded(peak_bytes, names, self.plan.calls)
+        self.limit.exceeded(peak_bytes, self.plan.calls)
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
@@ -200,8 +196,8 @@ class StepPlanner(BudgetSource):
         return budget.reduced_to(0, "other calls of the step")
 
     def may_plan_again(self, plans: Plans) -> bool:
-        """Calls that are alive together, and those of several processes, are not planned by the seconds of each."""
-        return self.ranks.alone and not self._is_joint and self.modules.is_alone(plans)
+        """Calls that are alive together, and those of processes in lockstep, are not planned by the seconds of each."""
+        return not self.ranks.together and not self._is_joint and self.modules.is_alone(plans)
 
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """What calls that are alive together may use."""
@@ -229,7 +225,7 @@ class StepPlanner(BudgetSource):
         """A call is about to run."""
         if self._step is None:
             return
-        if self._step.is_first and not self._step.numbers and self.loop.device.type == "cpu":
+        if self._step.is_first and not self._step.numbers and self.loop.device().type == "cpu":
             self._step.find(tensors_in(value))
         self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
@@ -277,8 +273,7 @@ class StepPlanner(BudgetSource):
         """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
         modules = list(map(_saved, self.modules))
         if self.plan is not None and modules:
-            corrections = self.limit.corrections.to_plain()
-            self.saved = {**modules[0], "corrections": corrections, "others": modules[1:]}
+            self.saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
 
     def load(self, saved: Mapping[str, Any] | None) -> bool:
         """Go on without measuring again. False if it is for another model or version, and left aside."""
@@ -293,7 +288,7 @@ class StepPlanner(BudgetSource):
             for name, plans in present.items():
                 plans.recall(known[name]["records"])
                 plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
-            self.limit.corrections.recall(saved["corrections"])
+            self.limit.recall(saved["corrections"])
         return True
 
 

@@ -383,16 +383,6 @@ def allocation_of(event: Any) -> Any | None:
 # -------------------------------------------------------------------- processes
 
 
-def store_of_processes() -> Any:
-    """The key-value store of the default process group. Making another one would need a free port."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def has_rebuilt_buckets(wrapped: nn.parallel.DistributedDataParallel) -> bool:
-    """True if DDP has put its buckets into the order of the first backward; up to a step late."""
-    return bool(wrapped._get_ddp_logging_data().get("has_rebuilt_buckets"))
-
-
 # ----------------------------------------------------------------------------------------------------
 # What differs between releases of :mod:`torch.distributed.pipelining` and no public function tells.
 
