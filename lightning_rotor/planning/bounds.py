@@ -69,7 +69,7 @@ import numpy as np
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option
-from lightning_rotor.planning.kernel import Seconds
+from lightning_rotor.planning.dynamic_program import Seconds
 from lightning_rotor.simulator import Conditions
 
 # -------------------------------------------------------------------- least bytes and seconds of each stage

@@ -38,9 +38,8 @@ import numpy as np
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.simulator import MicroBatchLoad
-from lightning_rotor.planning.candidates import schedule_at
+from lightning_rotor.planning.dynamic_program import Seconds, schedule_at
 from lightning_rotor.planning.frontier import segments_around
-from lightning_rotor.planning.kernel import Seconds
 from lightning_rotor.planning.solver import Solver, keep_all_fastest, solved_table
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
