@@ -38,16 +38,16 @@ last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time
 1. Before ``l`` makes its set, each of ``c..l-1`` runs for its output: ``Σ first(i)`` and a replay of ``l``.
 2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept, and has given output and set since (``both(i)``), or
    absent. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
-3. A gap whose first boundary is not held gets it from the stage before: a kept one that runs once more, from an input
-   that is held or comes from the stage before in turn. What ends a gap may give its output by ``both``, not a replay.
+3. A gap whose first boundary is not held gets it from the stage before: a kept one that runs once more. Where that one
+   has its input from is not asked.
 4. Each boundary counts once: whole if it is held, else as far as sets save it. What is left out only adds to it.
 5. Stages in different gaps are different, and the seconds of different stages add up.
 
-The same holds at the backward of any ``t`` in ``c..l``, and for the step at the first run of any ``t``, where what
-lingers counts and stages from ``t`` on take ``both`` at least. The largest of all is taken. Sizes are rounded down.
+The same holds at the backward of any ``t`` in ``c..l``. The largest of all is taken. Sizes are rounded down.
 
-**What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host
-time of segments, states that they remember, skips that a gap must read. Saved skips are divided among their savers.
+**What it leaves out**, and so may be too low by: peaks of forwards, what lingers there, what one gap holds while another
+one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are divided
+among their savers, and any holder of an input gives the least peak of a backward.
 
 **Inverted stages** are kept ones with a slower backward, beside whose set their input takes nothing: the backward
 rebuilds it for the set of the stage before alone. So no inverse gives a boundary that a gap or a rerun needs. Left out
@@ -63,7 +63,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import Unpack
@@ -84,7 +84,6 @@ class LeastWay:
     input_bytes: int
     output_bytes: int  # saved part of the output; 0 for the last stage, since the caller holds it
     peak_bytes: int  # of the backward, whoever holds its input
-    held_peak_bytes: int  # of the backward if the stage before saved its input
     kept_seconds: float  # set and backward, beyond a run that gives the output
     last_seconds: float  # set and backward alone
     backward_seconds: float
@@ -96,8 +95,8 @@ class LeastWay:
 
     def moment_bytes(self, input_bytes: int, saved_before: int) -> int:
         """Bytes of the stage when its backward finishes, gradients included."""
-        peak = self.held_peak_bytes if saved_before else self.peak_bytes
-        return self.set_bytes + self.output_bytes + self.saved_input_bytes(input_bytes, saved_before) + peak
+        saved_input_bytes = self.saved_input_bytes(input_bytes, saved_before)
+        return self.set_bytes + self.output_bytes + saved_input_bytes + self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,26 +108,15 @@ class LeastStage:
     recomputable: bool
     ways: tuple[LeastWay, ...]
     room_bytes: int  # for its backward and everything that is kept and held by then
-    forward_room_bytes: int  # for everything that is kept and held during its first run, its own input included
 
     @property
     def kept_seconds(self) -> float:
         """Least seconds of set and backward beyond a run that gives the output."""
         return min(way.kept_seconds for way in self.ways)
 
-    @property
-    def output_seconds(self) -> float:
-        """Least additional seconds of the end of a gap if it must give its output, too."""
-        return min(
-            way.kept_seconds + self.first_seconds - way.last_seconds if way.saves else self.first_seconds
-            for way in self.ways
-        )
 
-
-def least_stages(
-    chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
-) -> list[LeastStage]:
-    """The stages of a chain; arguments as for :func:`lightning_rotor.planning.plan`."""
+def least_stages(chain: Chain, budget_bytes: int, *, gradients_exist: bool = False) -> list[LeastStage]:
+    """The stages of a chain."""
     gradients = [
         0 if gradients_exist else min(option.parameter_gradient_bytes for option in stage.options) for stage in chain
     ]
@@ -136,8 +124,6 @@ def least_stages(
     stages = []
     for index, stage in enumerate(chain):
         room = budget_bytes - chain.always_bytes - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
-        before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
-        peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
         first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
         stages.append(
             LeastStage(
@@ -149,7 +135,6 @@ def least_stages(
                     for option in stage.options
                 ),
                 room_bytes=room,
-                forward_room_bytes=budget_bytes - before - peak,
             )
         )
     return stages
@@ -159,8 +144,6 @@ def _way(
     chain: Chain, index: int, option: Option, peaks: BackwardPeaks, first_seconds: float, shares: list[int]
 ) -> LeastWay:
     stage = chain.stages[index]
-    held = peaks.held_bytes
-    least = min(astuple(peaks)) if index else held  # the caller holds the chain's input
     saves, replay = option.saved_tensors > 0, option.again_seconds
     again = first_seconds + replay if stage.recomputable or not saves else math.inf
     again = min(option.forward_seconds, again)
@@ -169,8 +152,7 @@ def _way(
         set_bytes=option.saved_bytes + sum(shares[skip] for skip in option.saved_skips),
         input_bytes=option.saved_input_bytes,
         output_bytes=min(option.saved_output_bytes, stage.output_bytes) if index < len(chain) - 1 else 0,
-        peak_bytes=least,
-        held_peak_bytes=held,
+        peak_bytes=min(astuple(peaks)) if index else peaks.held_bytes,  # the caller holds the chain's input
         kept_seconds=again - first_seconds + option.backward_seconds,
         last_seconds=replay + option.backward_seconds,
         backward_seconds=option.backward_seconds,
@@ -187,11 +169,8 @@ def _shares_of_skips(chain: Chain) -> list[int]:
 # -------------------------------------------------------------------- the bound
 
 
-_Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
-"""A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again.
-
-If it does as the end of a gap, the next gap must not begin there: the two would be one.
-"""
+_Key: TypeAlias = tuple[int, bool]
+"""A boundary that is not held: the part of it that the stage before saves, and True if that stage makes it again."""
 
 # Sums for the gaps take 0.1 s. They decide the slots; long chains get shorter gaps rather than fewer slots.
 _SUMS = 5e7
@@ -210,11 +189,11 @@ def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditio
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
-        step: ``gradients_exist`` and ``lingering_bytes``.
+        step: ``gradients_exist``, and ``lingering_bytes``, which no backward finds any more.
     Returns:
         At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
-    stages = least_stages(chain, budget_bytes, **step)
+    stages = least_stages(chain, budget_bytes, gradients_exist=step.get("gradients_exist", False))
     n = len(stages)
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
     slots = max(min(int(2 * _SUMS / (n * reach**2)), _MOST_SLOTS), _LEAST_SLOTS)
@@ -250,17 +229,15 @@ class _Knapsacks:
         self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
 
     def solve(self) -> float:
-        """Fill in the gaps; returns least seconds from the first start on if the first runs there are the step's."""
+        """Fill in the gaps; returns least seconds from the first start on."""
         states: dict[_Key, Seconds] = {}
-        forward = 0.0  # the largest bound of all first runs
         for index in range(self._starts.start, len(self._stages)):
             rows = self._rows(index)
             if index in self._starts:
-                states.setdefault((0, "kept"), self._nothing())[rows.stop - 1] = 0.0
-            forward = max(forward, self._forward_moment(index, states)) + self._stages[index].kept_seconds
+                states.setdefault((0, True), self._nothing())[rows.stop - 1] = 0.0
             self._moment(index, rows, states)
             states = self._next(index, rows, states)
-        return float(max(forward, self._best[0]) + self._first[0])
+        return float(self._best[0] + self._first[0])
 
     def _rows(self, index: int) -> slice:
         """Rows of the starts that can reach a stage."""
@@ -304,17 +281,9 @@ class _Knapsacks:
             for (saved, _), before in states.items():
                 room = stage.room_bytes - way.moment_bytes(stage.input_bytes, saved)
                 if room >= 0:
-                    np.minimum(least, before[rows, self._column(room)] + seconds(way), out=least)
+                    column = min(math.ceil(room / self._unit), self._size - 1)
+                    np.minimum(least, before[rows, column] + seconds(way), out=least)
         return least
-
-    def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
-        """Least seconds from the first start on of what fits beside the first run of a stage, its input held."""
-        stage = self._stages[index]
-        room = stage.forward_room_bytes - stage.input_bytes
-        return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf
-
-    def _column(self, room_bytes: int) -> int:
-        return min(math.ceil(room_bytes / self._unit), self._size - 1)
 
     # ---------------------------------------------------------------- from one boundary to the next
 
@@ -325,28 +294,23 @@ class _Knapsacks:
         for before in states.values():
             self._put(held, before, rows, stage.input_bytes, 0.0)
         source = held.copy()
-        for (saved, again), before in states.items():
-            if again == "kept":
+        for (saved, made), before in states.items():
+            if made:
                 self._put(source, before, rows, saved, 0.0)
         self._sources[index] = source
         self._sources.pop(index - self._reach, None)
         after: dict[_Key, Seconds] = {}
         for way in stage.ways:
-            lost = after.setdefault((way.output_bytes, "no"), self._nothing())
-            made = after.setdefault((way.output_bytes, "kept"), self._nothing())
-            both = [(True, held, 0)]
-            for (saved, again), before in states.items():
-                both.append((again != "no", before, way.saved_input_bytes(stage.input_bytes, saved)))
-            for available, before, input_bytes in both:
-                size = way.set_bytes + input_bytes
-                self._put(lost, before, rows, size, way.kept_seconds)
-                if available and stage.recomputable:
-                    self._put(made, before, rows, size, way.kept_seconds + stage.first_seconds)
+            inputs = [(held, 0)]
+            inputs += [(each, way.saved_input_bytes(stage.input_bytes, saved)) for (saved, _), each in states.items()]
+            for made in (False, True) if stage.recomputable else (False,):
+                seconds = way.kept_seconds + made * stage.first_seconds
+                target = after.setdefault((way.output_bytes, made), self._nothing())
+                for before, input_bytes in inputs:
+                    self._put(target, before, rows, way.set_bytes + input_bytes, seconds)
         if stage.recomputable:
-            gap = self._after_gaps(index)
-            lost = after.setdefault((0, "no"), self._nothing())
-            np.minimum(lost, gap, out=lost)
-            after[0, "gap"] = gap + stage.output_seconds
+            lost = after.setdefault((0, False), self._nothing())
+            np.minimum(lost, self._after_gaps(index), out=lost)
         return after
 
     def _after_gaps(self, last: int) -> Seconds:
