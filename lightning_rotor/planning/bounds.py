@@ -30,8 +30,8 @@ when the backward of ``l`` finishes, the same question arises for ``c..l-1``::
     first(i)    a run that gives the output: discarding or recording, what is faster
     both(i)     output and set: recording, or first(i) and a replay if that is faster
 
-That least is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The step is ``gap(0, n - 1)``, whose
-last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time and O(n² S) memory.
+That least is a 0-1 knapsack along the chain, one pass per ``c`` for all ``l``. The step is ``gap(0, n - 1)``, whose
+last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time and O(n S) memory.
 
 **Why it holds**, for a gap ``c..l`` of any execution that fits:
 
@@ -198,107 +198,71 @@ def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditio
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
     slots = max(min(int(2 * _SUMS / (n * reach**2)), _MOST_SLOTS), _LEAST_SLOTS)
     gaps: Seconds = np.full((n, n), math.inf)  # least seconds of every run of stages that can be one
-    if n > 2:
-        _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=range(1, n - 1), reach=reach).solve()
-        for first in reversed(range(n - reach)):  # longer ones: at least the sum of their parts
-            cut = first + reach
-            gaps[first, cut:] = gaps[first, cut - 1] + gaps[cut, cut:]
-    whole = _Knapsacks(stages, gaps, budget_bytes, slots=_MOST_SLOTS, starts=range(1), reach=n).solve()
-    return whole * (1 - _ROUNDING)
+    for start in reversed(range(1, n - 1)):
+        cut = start + reach
+        _Knapsack(stages[:cut], gaps, budget_bytes, slots=slots).solve(start)
+        # Longer ones take at least the sum of their parts.
+        gaps[start, cut:] = gaps[start, cut - 1] + gaps[cut, cut:] if cut < n else math.inf
+    return _Knapsack(stages, gaps, budget_bytes, slots=_MOST_SLOTS).solve(0) * (1 - _ROUNDING)
 
 
-class _Knapsacks:
-    """Least seconds of the stages from ``c`` to before ``t`` by the memory kept and held, for some ``c`` and all ``t``.
+class _Knapsack:
+    """Least seconds of the stages from a start to before each stage by the memory kept and held, an array in slots."""
 
-    A row of each array belongs to one ``c``, a column to an amount of memory in slots. Of ``gaps``, those that start at
-    one of the consecutive ``starts`` are filled in; the later ones must be there.
-    """
-
-    def __init__(
-        self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int, starts: range, reach: int
-    ) -> None:
-        self._stages = stages
-        self._gaps = gaps
+    def __init__(self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int) -> None:
+        self._stages, self._gaps = stages, gaps
         self._unit = max(budget_bytes / slots, 1.0)
         self._size = int(budget_bytes / self._unit) + 2
-        self._starts = starts
-        self._reach = reach
-        self._sources: dict[int, Seconds] = {}  # by stage: everything before it settled and its input there for a gap
-        self._best = np.zeros(len(starts))  # the largest bound of all moments so far, without first runs
-        self._first = np.zeros(len(starts))  # first runs so far
-        self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
 
-    def solve(self) -> float:
-        """Fill in the gaps; returns least seconds from the first start on."""
-        states: dict[_Key, Seconds] = {}
-        for index in range(self._starts.start, len(self._stages)):
-            rows = self._rows(index)
-            if index in self._starts:
-                states.setdefault((0, True), self._nothing())[rows.stop - 1] = 0.0
-            self._moment(index, rows, states)
-            states = self._next(index, rows, states)
-        return float(self._best[0] + self._first[0])
+    def solve(self, start: int) -> float:
+        """Fill in the gaps that begin at a stage, later ones must be there; returns least seconds from it to the end."""
+        states: dict[_Key, Seconds] = {(0, True): np.zeros(self._size)}
+        sources: list[Seconds] = []  # by stage: everything before it settled and its input there for a gap
+        # The largest bound of all moments so far, without first runs, which are apart.
+        best = first = 0.0
+        unbroken = True  # every stage so far can be part of a gap
+        for index, stage in enumerate(self._stages[start:], start=start):
+            unbroken = unbroken and stage.recomputable
+            if unbroken:
+                before = self._gaps[start, index - 1] if index > start else 0.0
+                self._gaps[start, index] = self._gap(stage, states, before, first, best)
+            best = max(best + stage.kept_seconds, self._least(stage, states, lambda way: way.kept_seconds))
+            first += stage.first_seconds
+            states = self._next(index, states, sources)
+        return best + first
 
-    def _rows(self, index: int) -> slice:
-        """Rows of the starts that can reach a stage."""
-        begin = max(index - self._reach + 1, self._starts.start)
-        return slice(begin - self._starts.start, min(index + 1, self._starts.stop) - self._starts.start)
+    def _gap(
+        self, stage: LeastStage, states: dict[_Key, Seconds], before: float, first_seconds: float, best: float
+    ) -> float:
+        """Least seconds of a gap that ends with a stage; ``before`` of the one that ends before it."""
+        ends = self._least(stage, states, lambda way: way.last_seconds if way.saves else math.inf)
+        found = first_seconds + max(ends, best + min(way.last_seconds for way in stage.ways))
+        # Nothing runs for a stage that saves nothing: the gap ends before it.
+        free = min((way.last_seconds for way in stage.ways if not way.saves), default=math.inf)
+        return min(found, before + free)
 
-    def _nothing(self) -> Seconds:
-        return np.full((len(self._starts), self._size), math.inf)
-
-    # ---------------------------------------------------------------- moments
-
-    def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
-        """Record the backward of a stage: gaps that end here, and the best of all moments."""
-        stage = self._stages[index]
-        kept = self._least(stage, rows, states, lambda way: way.kept_seconds)
-        first, best = self._first[rows], self._best[rows]
-        if stage.recomputable:
-            ends = self._least(stage, rows, states, lambda way: way.last_seconds if way.saves else math.inf)
-            last = min(way.last_seconds for way in stage.ways)
-            found = first + np.maximum(ends, best + last)
-            if not all(way.saves for way in stage.ways):
-                # Nothing runs for a stage that saves nothing: the gap ends before it.
-                before = self._gaps[self._starts.start :, index - 1][rows] if index else np.zeros_like(found)
-                free = min(way.last_seconds for way in stage.ways if not way.saves)
-                before = np.where(np.arange(len(before)) == index - self._starts.start - rows.start, 0.0, before)
-                found = np.minimum(found, before + free)
-            found[~self._unbroken[rows]] = math.inf
-            self._gaps[self._starts.start :][rows, index] = found
-        else:
-            self._unbroken[rows] = False
-        best = np.maximum(best + stage.kept_seconds, kept)
-        self._best[rows] = best
-        self._first[rows] = first + stage.first_seconds
-
-    def _least(
-        self, stage: LeastStage, rows: slice, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]
-    ) -> Seconds:
-        """By row, the least seconds of the stage and of everything before it that fits beside its backward."""
-        least = np.full(rows.stop - rows.start, math.inf)
+    def _least(self, stage: LeastStage, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]) -> float:
+        """Least seconds of the stage and of everything before it that fits beside its backward."""
+        least = math.inf
         for way in stage.ways:
             for (saved, _), before in states.items():
                 room = stage.room_bytes - way.moment_bytes(stage.input_bytes, saved)
                 if room >= 0:
                     column = min(math.ceil(room / self._unit), self._size - 1)
-                    np.minimum(least, before[rows, column] + seconds(way), out=least)
+                    least = min(least, float(before[column]) + seconds(way))
         return least
 
-    # ---------------------------------------------------------------- from one boundary to the next
-
-    def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
+    def _next(self, index: int, states: dict[_Key, Seconds], sources: list[Seconds]) -> dict[_Key, Seconds]:
         """States after a stage that is kept or that ends a gap."""
         stage = self._stages[index]
         held = self._nothing()
         for before in states.values():
-            self._put(held, before, rows, stage.input_bytes, 0.0)
+            self._put(held, before, stage.input_bytes, 0.0)
         source = held.copy()
         for (saved, made), before in states.items():
             if made:
-                self._put(source, before, rows, saved, 0.0)
-        self._sources[index] = source
-        self._sources.pop(index - self._reach, None)
+                self._put(source, before, saved, 0.0)
+        sources.append(source)
         after: dict[_Key, Seconds] = {}
         for way in stage.ways:
             inputs = [(held, 0)]
@@ -307,25 +271,19 @@ class _Knapsacks:
                 seconds = way.kept_seconds + made * stage.first_seconds
                 target = after.setdefault((way.output_bytes, made), self._nothing())
                 for before, input_bytes in inputs:
-                    self._put(target, before, rows, way.set_bytes + input_bytes, seconds)
-        if stage.recomputable:
-            lost = after.setdefault((0, False), self._nothing())
-            np.minimum(lost, self._after_gaps(index), out=lost)
+                    self._put(target, before, way.set_bytes + input_bytes, seconds)
+        lost = after.setdefault((0, False), self._nothing())
+        for source, seconds in zip(sources, self._gaps[index + 1 - len(sources) : index + 1, index], strict=True):
+            if seconds < math.inf:
+                np.minimum(lost, source + seconds, out=lost)
         return after
 
-    def _after_gaps(self, last: int) -> Seconds:
-        """Least seconds up to a stage that ends a gap."""
-        least = self._nothing()
-        for first, source in self._sources.items():
-            seconds = self._gaps[first, last]
-            if seconds < math.inf:
-                rows = slice(self._rows(last).start, self._rows(first).stop)
-                np.minimum(least[rows], source[rows] + seconds, out=least[rows])
-        return least
+    def _nothing(self) -> Seconds:
+        return np.full(self._size, math.inf)
 
-    def _put(self, into: Seconds, before: Seconds, rows: slice, size_bytes: int, seconds: float) -> None:
+    def _put(self, into: Seconds, before: Seconds, size_bytes: int, seconds: float) -> None:
         """Lower ``into`` to ``before`` with an addition of ``size_bytes`` and ``seconds``."""
         slots = int(size_bytes / self._unit)
         if slots < self._size:
-            target = into[rows, slots:]
-            np.minimum(target, before[rows, : self._size - slots] + seconds, out=target)
+            target = into[slots:]
+            np.minimum(target, before[: self._size - slots] + seconds, out=target)
