@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from itertools import pairwise
 from operator import attrgetter
 
@@ -24,7 +24,7 @@ from lightning_rotor.planning.frontier import SAME, Frontier, no_schedule_is_fas
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate_below
+from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate
 from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
 
 _MOST_SLOTS = 20_000
@@ -124,7 +124,8 @@ class Solver:
         self.chain = chain
         self._slots = slots
         self._step = step
-        self._judge = Judge(chain, step)
+        # Tables share what they judge.
+        self._judge: Callable[[Schedule], Simulation] = cache(partial(simulate, chain, **step))
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -383,34 +384,10 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
 # Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-# Most stages for two edits, instead of one, of a candidate that is just too large.
-_TWICE_EDITED_STAGES = 8
 
 
 # Sort keys: the fastest first, or the smallest.
 by_seconds, by_peak = attrgetter("seconds", "peak_bytes"), attrgetter("peak_bytes", "seconds")
-
-
-class Judge:
-    """Simulates schedules of a chain, each of them once. The tables of a solver share it."""
-
-    def __init__(self, chain: Chain, step: Conditions) -> None:
-        self._chain, self._step = chain, step
-        self._known: dict[Schedule, Simulation | float] = {}  # or what it takes at least
-
-    def __call__(self, schedule: Schedule) -> Simulation:
-        """What a schedule costs."""
-        judged = self.within(math.inf, schedule)
-        assert judged is not None
-        return judged
-
-    def within(self, budget_bytes: float, schedule: Schedule) -> Simulation | None:
-        """What a schedule costs if it fits a budget. That one does not is known before its simulation ends."""
-        known = self._known.get(schedule, 0.0)
-        if not isinstance(known, Simulation) and known <= budget_bytes:
-            found = simulate_below(self._chain, schedule, budget_bytes + 1, **self._step)
-            known = self._known[schedule] = budget_bytes + 1 if found is None else found
-        return known if isinstance(known, Simulation) and known.peak_bytes <= budget_bytes else None
 
 
 @dataclass(eq=False)
@@ -425,7 +402,7 @@ class Candidates:
     table: Table
     unit: float
     is_exact: bool
-    judge: Judge
+    judge: Callable[[Schedule], Simulation]
     uncertain_bytes: int
     thorough: bool
 
@@ -433,7 +410,6 @@ class Candidates:
         seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._candidates: dict[int, Simulation] = {}
-        self._near: dict[int, list[Schedule]] = {}
 
     def __len__(self) -> int:
         return len(self._stairs)
@@ -468,10 +444,8 @@ class Candidates:
         """The candidate after edits, as long as they make it smaller."""
         while self.thorough:
             least = candidate
-            for schedule in self._neighbours(candidate.schedule):
-                found = self.judge.within(least.peak_bytes, schedule)
-                if found is not None and by_peak(found) < by_peak(least):
-                    least = found
+            for schedule in edits(candidate.schedule, self.chain):
+                least = min(least, self.judge(schedule), key=by_peak)
             if least is candidate:
                 break
             candidate = least
@@ -489,23 +463,10 @@ class Candidates:
             return [base]
         if not self.thorough or base.peak_bytes - budget_bytes > self.uncertain_bytes:
             return []
-        if stair not in self._near:
-            self._near[stair] = self._neighbours(base.schedule)
-        edited = [self.judge.within(budget_bytes, schedule) for schedule in self._near[stair]]
+        edited = map(self.judge, edits(base.schedule, self.chain))
         # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
         least = base.peak_bytes - self.uncertain_bytes
-        return [each for each in edited if each and each.peak_bytes >= least and each.seconds >= base.seconds]
-
-    def _neighbours(self, schedule: Schedule) -> list[Schedule]:
-        """Schedules one edit away, or two if the chain is short."""
-        seen = {schedule}
-        front, near = [schedule], []
-        for _ in range(2 if len(self.chain) <= _TWICE_EDITED_STAGES else 1):
-            new = {edited: None for each in front for edited in edits(each, self.chain) if edited not in seen}
-            seen.update(new)
-            front = list(new)
-            near += front
-        return near
+        return [each for each in edited if least <= each.peak_bytes <= budget_bytes and each.seconds >= base.seconds]
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:
