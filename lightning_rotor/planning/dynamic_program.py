@@ -311,28 +311,12 @@ def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
 
 def lower_to_sums(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
     """Lower ``target`` to the sums of two rows and ``more``."""
-    np.minimum(target, row + other + more, out=target)
+    target[:] = np.minimum(target, row + other + more)
 
 
 def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
     """Lower ``target`` to a row and ``more``."""
-    np.minimum(target, row + more, out=target)
-
-
-def lower_to_sums_by_slot(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
-    """:func:`lower_to_sums` as it is compiled: loops need no memory for the sums."""
-    for m in range(len(target)):
-        seconds = row[m] + other[m] + more
-        if seconds < target[m]:
-            target[m] = seconds
-
-
-def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
-    """:func:`lower_to_row` as it is compiled."""
-    for m in range(len(target)):
-        seconds = row[m] + more
-        if seconds < target[m]:
-            target[m] = seconds
+    target[:] = np.minimum(target, row + more)
 
 
 class Table:
@@ -391,11 +375,10 @@ def compiled_solve() -> Callable[..., None] | None:
     except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
         _log.debug("long chains are planned without compilation: %s", error)
         return None
-    if getattr(numba.config, "DISABLE_JIT", False):  # it would run the same code as Python, without the shortcuts
+    if getattr(numba.config, "DISABLE_JIT", False):  # it would run the same code as Python
         return None
     names = dict(globals())
     functions = {name: each for name, each in names.items() if isinstance(each, FunctionType)}
-    functions |= {name: functions[f"{name}_by_slot"] for name in ("lower_to_sums", "lower_to_row")}
     try:
         for name, function in functions.items():
             # Copies find each other's compiled ones by name. Only the first is called from Python and kept on disk.

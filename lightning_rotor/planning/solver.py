@@ -384,6 +384,8 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
 # Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
+# Most stages for two edits, instead of one, of a candidate that is just too large.
+_TWICE_EDITED_STAGES = 8
 
 
 # Sort keys: the fastest first, or the smallest.
@@ -410,6 +412,7 @@ class Candidates:
         seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._candidates: dict[int, Simulation] = {}
+        self._near = cache(self._neighbours)
 
     def __len__(self) -> int:
         return len(self._stairs)
@@ -444,7 +447,7 @@ class Candidates:
         """The candidate after edits, as long as they make it smaller."""
         while self.thorough:
             least = candidate
-            for schedule in edits(candidate.schedule, self.chain):
+            for schedule in self._near(candidate.schedule):
                 least = min(least, self.judge(schedule), key=by_peak)
             if least is candidate:
                 break
@@ -463,10 +466,17 @@ class Candidates:
             return [base]
         if not self.thorough or base.peak_bytes - budget_bytes > self.uncertain_bytes:
             return []
-        edited = map(self.judge, edits(base.schedule, self.chain))
+        edited = map(self.judge, self._near(base.schedule))
         # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
         least = base.peak_bytes - self.uncertain_bytes
         return [each for each in edited if least <= each.peak_bytes <= budget_bytes and each.seconds >= base.seconds]
+
+    def _neighbours(self, schedule: Schedule) -> list[Schedule]:
+        """Schedules one edit away, or two if the chain is short."""
+        near = [*edits(schedule, self.chain)]
+        if len(self.chain) <= _TWICE_EDITED_STAGES:
+            near += [each for edited in near for each in edits(edited, self.chain)]
+        return list(dict.fromkeys(near))
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:
