@@ -79,7 +79,7 @@ class Segment:
         object.__setattr__(self, "first", self.items[0].first)
         object.__setattr__(self, "last", self.items[-1].last)
         object.__setattr__(self, "depth", 1 + _depth(self.items))
-        object.__setattr__(self, "_text", f"({_text(self.items)})")
+        object.__setattr__(self, "_text", f"({text_of(self.items)})")
         if isinstance(self.items[-1], Segment):
             raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
 
@@ -125,7 +125,7 @@ class Schedule:
         return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
-        return _text(self.items)
+        return text_of(self.items)
 
     @classmethod
     def keep_all(cls, stages: int) -> Schedule:
@@ -191,7 +191,7 @@ def _check_items(items: tuple[Item, ...]) -> None:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 
 
-def _text(items: tuple[Item, ...]) -> str:
+def text_of(items: tuple[Item, ...]) -> str:
     """Text of items; a run of leaves under one option is ``a-b``."""
     words: list[str] = []
     for _, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):

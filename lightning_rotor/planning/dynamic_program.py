@@ -337,19 +337,20 @@ class Table:
         compiled = self._stages >= _COMPILED_STAGES if compiled is None else compiled
         self._compiled = compiled_solve() if compiled else None
         self.is_compiled = self._compiled is not None
-        self._last_column_begins = int(self.rows.used[-1])
+        self._last_column_begins, self._floor = int(self.rows.used[-1]), 0
 
     def solve(self, begin: int = 0) -> None:
         """Fill the table from a column on."""
         (self._compiled or solve)(self.requirements, self.rows, begin, self.seconds)
 
-    def solve_last_column(self, *, floor: int | None = None) -> None:
-        """Fill, perhaps again, what ends with the last stage; keeping that stage must leave ``floor`` slots."""
-        if floor is not None:
-            ended = self._ended.copy()
-            least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
-            np.maximum(least, taken + floor, out=least)
-            self.requirements = self.requirements._replace(ended=ended)
+    def solve_last_column(self, *, floor: int) -> None:
+        """Fill again what ends with the last stage, unless it is so: keeping that stage must leave ``floor`` slots."""
+        if floor == self._floor:
+            return
+        self._floor, ended = floor, self._ended.copy()
+        least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
+        np.maximum(least, taken + floor, out=least)
+        self.requirements = self.requirements._replace(ended=ended)
         self.rows.used[-1] = self._last_column_begins
         self.solve(self._stages - 1)
 

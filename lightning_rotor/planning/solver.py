@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, cached_property, lru_cache, partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -20,8 +20,7 @@ from typing_extensions import Unpack
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.dynamic_program import Table, schedule_at
-from lightning_rotor.planning.frontier import SAME, Frontier, no_schedule_is_faster, pareto
-from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, SAME, Frontier, Plan, pareto
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate
@@ -255,6 +254,27 @@ def keep_all_fastest(chain: Chain) -> Schedule:
     """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
     costs = ([(option.inverts, option.seconds) for option in stage.options] for stage in chain)
     return Schedule(tuple(Leaf(stage, each.index(min(each))) for stage, each in enumerate(costs)))
+
+
+def no_schedule_is_faster(chain: Chain) -> bool:
+    """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
+    # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
+    for stage in chain:
+        ways = [each.seconds for each in stage.options]
+        if stage.recomputable:
+            ways += [stage.discard_seconds + each.again_seconds + each.backward_seconds for each in stage.options]
+        if min(ways) < min(each.seconds for each in stage.options if not each.inverts):
+            return False
+    return True
+
+
+def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
+    """Stages ``first..last`` as one segment, or as several around stages that must be kept."""
+    items: list[Item] = []
+    for recomputable, stages in groupby(range(first, last + 1), lambda stage: chain.stages[stage].recomputable):
+        run = tuple(map(Leaf, stages))
+        items += [Segment(run)] if recomputable else run
+    return items
 
 
 def solved_table(

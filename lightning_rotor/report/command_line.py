@@ -33,8 +33,7 @@ from lightning_rotor.memory.budget import ResidentMemory
 from lightning_rotor.memory.devices import resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.frontier import frontier_table
-from lightning_rotor.planning.plan import plain_simulation, plan_table, stage_table
+from lightning_rotor.planning.plan import frontier_table, plain_simulation, plan_table, stage_table
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain import Progress
 from lightning_rotor.profiling.dry_run import require_same

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -205,15 +205,9 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
     first = np.arange(n)[:, None]
     last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
     ends = np.minimum(last, n - 1)
-    # What the backward of a stage takes whatever the schedule.
-    alone = [
-        min(each.saved_bytes + min(astuple(each.backward_peaks(gradients_exist=True))) for each in stage.options)
-        for stage in problem.chain
-    ]
-    highest = np.maximum.accumulate(np.array(alone)[ends], axis=1)
     outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
     every, in_flight = (np.array(each)[:, None, None] for each in (range(stages), problem.in_flight))
-    bounds = costs.fixed_bytes(first, ends) + np.maximum(in_flight * outputs, highest).astype(float)
+    bounds = costs.fixed_bytes(first, ends) + (in_flight * outputs).astype(float)
     bounds[impossible(problem, every, first, last)] = math.inf
     asked: set[tuple[int, int, int]] = set()
     best: tuple[float, Cuts] = math.inf, ()
