@@ -45,8 +45,8 @@ last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time
 
 The same holds at the backward of any ``t`` in ``c..l``. The largest of all is taken. Sizes are rounded down.
 
-**What it leaves out**, and so may be too low by: peaks of forwards, what lingers there, what one gap holds while another
-one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are divided
+**What it leaves out**, and so may be too low by: peaks of forwards, what lingers there, what one gap holds while
+another one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are divided
 among their savers, and any holder of an input gives the least peak of a backward.
 
 **Inverted stages** are kept ones with a slower backward, beside whose set their input takes nothing: the backward
@@ -215,7 +215,7 @@ class _Knapsack:
         self._size = int(budget_bytes / self._unit) + 2
 
     def solve(self, start: int) -> float:
-        """Fill in the gaps that begin at a stage, later ones must be there; returns least seconds from it to the end."""
+        """Fill in the gaps that begin at a stage, later ones must be there; returns least seconds from there on."""
         states: dict[_Key, Seconds] = {(0, True): np.zeros(self._size)}
         sources: list[Seconds] = []  # by stage: everything before it settled and its input there for a gap
         # The largest bound of all moments so far, without first runs, which are apart.

@@ -210,7 +210,7 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 
 
 def solve(a: Requirements, t: Rows, begin: int, whole: Seconds) -> None:
-    """Fill intervals by last stage from ``begin`` on; those before must be filled. ``whole`` gets the step's seconds."""
+    """Fill intervals by last stage from ``begin`` on; those before must be there. ``whole`` gets the step's seconds."""
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
     target = np.empty(t.size)
@@ -395,7 +395,7 @@ def compiled_solve() -> Callable[..., None] | None:
     return solve
 
 
-# -------------------------------------------------------------------- schedules: decisions found again, in O(n) per item
+# ---------------------------------------------------------------- schedules: decisions found again, in O(n) per item
 
 # Calls per level of nested segments, the construction of tuples included.
 _CALLS = 4

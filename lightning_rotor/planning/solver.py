@@ -353,6 +353,8 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
 
 
 _LONGEST_WRAP = 3
+# Most stages for two edits, instead of one, of a candidate that is just too large.
+_TWICE_EDITED_STAGES = 8
 # Sums of the same durations in another order differ by less.
 _ROUNDING = 1 - 1e-12
 
@@ -363,6 +365,14 @@ def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
     if not any(option.inverts for stage in chain for option in stage.options):
         return found
     return (each for each in found if first_inverted(chain, each) is None)
+
+
+def _neighbours(chain: Chain, schedule: Schedule) -> list[Schedule]:
+    """Schedules one edit away, or two if the chain is short."""
+    near = [*edits(schedule, chain)]
+    if len(chain) <= _TWICE_EDITED_STAGES:
+        near += [each for edited in near for each in edits(edited, chain)]
+    return list(dict.fromkeys(near))
 
 
 def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]:
@@ -404,8 +414,6 @@ def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
 # Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
 _HOPEFUL = 16
 _HOPEFUL_STAGES = 512
-# Most stages for two edits, instead of one, of a candidate that is just too large.
-_TWICE_EDITED_STAGES = 8
 
 
 # Sort keys: the fastest first, or the smallest.
@@ -432,7 +440,7 @@ class Candidates:
         seconds = self.table.seconds
         self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
         self._candidates: dict[int, Simulation] = {}
-        self._near = cache(self._neighbours)
+        self._near = cache(partial(_neighbours, self.chain))
 
     def __len__(self) -> int:
         return len(self._stairs)
@@ -490,13 +498,6 @@ class Candidates:
         # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
         least = base.peak_bytes - self.uncertain_bytes
         return [each for each in edited if least <= each.peak_bytes <= budget_bytes and each.seconds >= base.seconds]
-
-    def _neighbours(self, schedule: Schedule) -> list[Schedule]:
-        """Schedules one edit away, or two if the chain is short."""
-        near = [*edits(schedule, self.chain)]
-        if len(self.chain) <= _TWICE_EDITED_STAGES:
-            near += [each for edited in near for each in edits(edited, self.chain)]
-        return list(dict.fromkeys(near))
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:
