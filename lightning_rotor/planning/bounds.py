@@ -46,8 +46,8 @@ last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time
 The same holds at the backward of any ``t`` in ``c..l``. The largest of all is taken. Sizes are rounded down.
 
 **What it leaves out**, and so may be too low by: peaks of forwards, what lingers there, what one gap holds while
-another one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are divided
-among their savers, and any holder of an input gives the least peak of a backward.
+another one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are
+divided among their savers, and any holder of an input gives the least peak of a backward.
 
 **Inverted stages** are kept ones with a slower backward, beside whose set their input takes nothing: the backward
 rebuilds it for the set of the stage before alone. So no inverse gives a boundary that a gap or a rerun needs. Left out

@@ -593,7 +593,7 @@ def shortened(name: str, most: int = _MOST_NAME) -> str:
 
 
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
-    """The text of a schedule on one line of ``most_characters``: a longer one loses insides of segments, then its middle.
+    """The text of a schedule on one line of ``most_characters``: a longer one loses segments' insides, then more.
 
     Stages are consecutive, so neighbours of ``…`` tell what is missing.
 

@@ -333,7 +333,7 @@ def _before(values: Iterable[float]) -> Reals:
     return before
 
 
-# ------------------------------------------------------------------ cuts, and those from one number per stage (torchgpipe)
+# -------------------------------------------------------------- cuts, and those from one number per stage (torchgpipe)
 
 
 def stage_seconds(chain: Chain) -> list[float]:
