@@ -145,11 +145,10 @@ def _fit(
     for number, variable in used.items():
         way = stages[last].ways[number]
         sizes[variable] = way.set_bytes + way.output_bytes + way.peak_bytes
-    more = min(way.held_peak_bytes - way.peak_bytes for way in stages[last].ways)
     for index in range(last):
         for number, variable in phase.sets[index].items():
             way = stages[index].ways[number]
-            sizes[variable] = way.set_bytes + (more if index == last - 1 and way.output_bytes else 0)
+            sizes[variable] = way.set_bytes
     for boundary in range(1, last + 1):
         size = stages[boundary].input_bytes
         if not size:

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_rotor.capture.cuts import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, PipelineDevice, partition
-from lightning_rotor.pipeline.partition.balance import cuts_of, even_balance, runs_of
 from lightning_rotor.pipeline.partition.problem import Costs, Problem
+from lightning_rotor.pipeline.partition.search import cuts_of, even_balance, runs_of
 from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.pipeline.schedule import PipelineScheduleName
 from lightning_rotor.profiling import Profile, profile_chain

@@ -79,7 +79,7 @@ class Segment:
         object.__setattr__(self, "first", self.items[0].first)
         object.__setattr__(self, "last", self.items[-1].last)
         object.__setattr__(self, "depth", 1 + _depth(self.items))
-        object.__setattr__(self, "_text", f"({_text(self.items)})")
+        object.__setattr__(self, "_text", f"({text_of(self.items)})")
         if isinstance(self.items[-1], Segment):
             raise ScheduleError(f"segment {self} ends in another segment: the last item of a segment is a stage")
 
@@ -125,7 +125,7 @@ class Schedule:
         return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
-        return _text(self.items)
+        return text_of(self.items)
 
     @classmethod
     def keep_all(cls, stages: int) -> Schedule:
@@ -159,23 +159,6 @@ class Schedule:
         """How deeply segments are nested; 0 if there is none."""
         return _depth(self.items)
 
-    def operations(self) -> tuple[str, ...]:
-        """The step as rotor's list of operations.
-
-        ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its
-        input. ``Fn i``: forward that saves nothing. ``B i``: backward.
-        """
-        operations = [*_forward(self.items)]
-        pending = [*self.items]
-        while pending:
-            match pending.pop():
-                case Leaf(stage):
-                    operations.append(f"B {stage}")
-                case Segment(items):
-                    operations.extend(_forward(items))
-                    pending.extend(items)
-        return tuple(operations)
-
 
 def leaves(item: Item) -> Iterator[Leaf]:
     """The leaves of an item from left to right, however deeply nested."""
@@ -200,12 +183,6 @@ def _depth(items: Iterable[Item]) -> int:
     return max((item.depth for item in items if isinstance(item, Segment)), default=0)
 
 
-def _forward(items: Iterable[Item]) -> Iterator[str]:
-    for item in items:
-        yield f"{'Fck' if isinstance(item, Segment) else 'Fall'} {item.first}"
-        yield from (f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
-
-
 def _check_items(items: tuple[Item, ...]) -> None:
     if not items:
         raise ScheduleError("a schedule or segment without items: expected at least one stage")
@@ -214,7 +191,7 @@ def _check_items(items: tuple[Item, ...]) -> None:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 
 
-def _text(items: tuple[Item, ...]) -> str:
+def text_of(items: tuple[Item, ...]) -> str:
     """Text of items; a run of leaves under one option is ``a-b``."""
     words: list[str] = []
     for _, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
 
-from typing_extensions import Unpack
-
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
@@ -220,20 +218,6 @@ def simulate(
     return _Simulator(chain, schedule, {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes}).run()
 
 
-def simulate_below(
-    chain: Chain, schedule: Schedule, limit_bytes: float, **step: Unpack[Conditions]
-) -> Simulation | None:
-    """:func:`simulate`, or None as soon as ``limit_bytes`` are reached, which is found out faster."""
-    try:
-        return _Simulator(chain, schedule, step, limit_bytes).run()
-    except _LimitReached:
-        return None
-
-
-class _LimitReached(Exception):  # noqa: N818
-    pass
-
-
 def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
     """Bytes alive between forward and backward: saved sets and inputs by stage, skips by the stage that makes them.
 
@@ -288,7 +272,7 @@ def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
 
 
 class _Simulator:
-    def __init__(self, chain: Chain, schedule: Schedule, step: Conditions, limit_bytes: float = math.inf) -> None:
+    def __init__(self, chain: Chain, schedule: Schedule, step: Conditions) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._chain, self._schedule = chain, schedule
@@ -306,7 +290,7 @@ class _Simulator:
         self._segment_seconds = 0.0
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
-        self._peak_bytes, self._peak_stage, self._limit_bytes = 0, 0, limit_bytes
+        self._peak_bytes, self._peak_stage = 0, 0
 
     def record(self) -> None:
         self._other_bytes += self._lingering_bytes
@@ -525,8 +509,6 @@ class _Simulator:
         level = self._live_bytes + extra_bytes
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
-            if level >= self._limit_bytes:
-                raise _LimitReached
         return level
 
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
-from lightning_rotor.pipeline.partition.balance import cuts_of, runs_of, simple_balances
 from lightning_rotor.pipeline.partition.problem import Costs
-from lightning_rotor.pipeline.partition.search import Bounds
+from lightning_rotor.pipeline.partition.search import Bounds, cuts_of, runs_of, simple_balances
 from tests.strategies import KINDS, random_chain
 
 LINKS = (Link(), Link(1e5, 1e-5), Link(1e6), Link(1e4))

@@ -16,11 +16,11 @@ from strategies import KINDS, Kind, chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
-from lightning_rotor.planning import Solver, candidates, fine_slots, minimum_budget, plan
-from lightning_rotor.planning.candidates import edits
+from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, solver
+from lightning_rotor.planning.solver import edits
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import Simulation, simulate, simulate_below
+from lightning_rotor.simulator import Simulation, simulate
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.grids import examples, few
 
@@ -235,11 +235,11 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
     """Schedules that planners have had simulated."""
     found: list[Schedule] = []
 
-    def noted(chain: Chain, schedule: Schedule, limit_bytes: float, **step: Any) -> Simulation | None:
+    def noted(chain: Chain, schedule: Schedule, **step: Any) -> Simulation:
         found.append(schedule)
-        return simulate_below(chain, schedule, limit_bytes, **step)
+        return simulate(chain, schedule, **step)
 
-    monkeypatch.setattr(candidates, "simulate_below", noted)
+    monkeypatch.setattr(solver, "simulate", noted)
     return found
 
 

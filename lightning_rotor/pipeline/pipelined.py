@@ -23,7 +23,8 @@ from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.budget import resolve_limit
 from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
-from lightning_rotor.pipeline.partition.balance import counted_in_stages, least_largest, stage_bytes, stage_seconds
+from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds
+from lightning_rotor.pipeline.partition.solve import counted_in_stages
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
     Placement,

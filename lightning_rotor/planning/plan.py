@@ -1,4 +1,4 @@
-"""A plan: a schedule for one chain and one budget, with its simulated cost; plans as JSON and as tables.
+"""A plan: a schedule for one chain and one budget, with its simulated cost; the curve of all budgets; both as tables.
 
 A plan holds for one model with one input signature on one kind of device. Its file has nothing measured in seconds: it
 names every stage with the tensors that it reads, saves and hands on, and a chain that differs in any of it is refused.
@@ -7,11 +7,11 @@ names every stage with the tensors that it reads, saves and hands on, and a chai
 from __future__ import annotations
 
 import json
-import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import groupby, takewhile, zip_longest
+from itertools import groupby, pairwise, takewhile, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,14 +21,16 @@ from rich.table import Table
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, StageIdentity
-from lightning_rotor.errors import PlanError, ScheduleError
+from lightning_rotor.errors import BudgetError, PlanError, ScheduleError
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.planning.frontier import Frontier
-from lightning_rotor.schedule import Item, Leaf, Schedule, leaves, segments_in
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in, text_of
 from lightning_rotor.simulator import Conditions, Simulation, held_by_stage, simulate
-from lightning_rotor.units import format_bytes, format_seconds, rendered
+from lightning_rotor.units import format_bytes, format_seconds, parse_bytes, rendered
 
 DEFAULT_SLOTS = 500
+# Relative difference between sums of the same durations in another order.
+SAME = 1e-9
+_BAR = 24
 _FORMAT = 1
 _MOST_CHARACTERS = 100
 _MOST_ROWS = 24
@@ -266,6 +268,202 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
     return "the file was changed after it was written"
 
 
+# -------------------------------------------------------------------- the curve of memory against time
+#
+#     overhead
+#        │ ●                    first point: the least budget for which there is a schedule
+#        │  ●
+#        │    ● ← knee: from here on, memory buys less
+#        │        ●
+#        │               ●
+#        └───────────────────●  budget      last point: the least memory without any recomputation
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What additional memory buys.
+
+    Attributes:
+        budget_bytes: The budget without it.
+        extra_bytes: Additional memory.
+        before: The best schedule for the budget.
+        after: The best schedule for the budget and the additional memory.
+    """
+
+    budget_bytes: int
+    extra_bytes: int
+    before: Simulation
+    after: Simulation
+
+    @property
+    def seconds(self) -> float:
+        """Seconds saved per step; never negative."""
+        return self.before.seconds - self.after.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Steps per second with it over those without; 1 if it buys nothing."""
+        return self.before.seconds / self.after.seconds if self.after.seconds else 1.0
+
+    def describe(self, *, reserved_bytes: int = 0) -> str:
+        """The gain in one sentence; ``reserved_bytes`` are added to the budget, so that it is the whole process's."""
+        budget, more = format_bytes(reserved_bytes + self.budget_bytes), format_bytes(self.extra_bytes)
+        if self.seconds <= 0:
+            return f"{more} more than {budget} buys nothing: the overhead stays at {self.before.overhead:.1%}"
+        return (
+            f"{more} more than {budget} lowers the overhead from {self.before.overhead:.1%} "
+            f"to {self.after.overhead:.1%} ({self.speedup - 1:.1%} more steps per second)"
+        )
+
+    __str__ = describe
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Schedules from the least memory to no recomputation, by rising memory and falling time.
+
+    Attributes:
+        points: Simulations of schedules that no other one beats in both memory and time, at least one, perhaps without
+            events. The first has the least budget for which there is a schedule, the last one takes no longer than
+            plain training.
+        budget_bytes: The budget of the plan that it was asked of, or None.
+    Raises:
+        ScheduleError: There are no points, or they do not rise in memory and fall in time.
+    Example:
+        >>> frontier = plan.frontier()  # doctest: +SKIP
+        >>> print(frontier.gain("1GiB"))  # doctest: +SKIP
+        1.00 GiB more than 4.00 GiB lowers the overhead from 14.2% to 9.0% (4.8% more steps per second)
+    """
+
+    points: tuple[Simulation, ...]
+    budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise ScheduleError("a frontier has no points: expected at least one")
+        for left, right in pairwise(self.points):
+            if left.peak_bytes >= right.peak_bytes or left.seconds <= right.seconds:
+                raise ScheduleError(
+                    f"frontier points of {left.peak_bytes} and {right.peak_bytes} bytes take {left.seconds} "
+                    f"and {right.seconds} s: expected memory to rise and time to fall"
+                )
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __iter__(self) -> Iterator[Simulation]:
+        return iter(self.points)
+
+    def __getitem__(self, index: int) -> Simulation:
+        return self.points[index]
+
+    def at(self, budget_bytes: int | str) -> Simulation:
+        """The fastest point within a budget.
+
+        Args:
+            budget_bytes: Bytes, or a size such as ``"4GiB"``.
+        Raises:
+            BudgetError: The budget is below the first point.
+            UnitError: The size cannot be read.
+        """
+        budget = parse_bytes(budget_bytes)
+        index = bisect_right(self.points, budget, key=lambda point: point.peak_bytes)
+        if not index:
+            least = self.points[0].peak_bytes
+            raise BudgetError(
+                f"budget {format_bytes(budget)} ({budget:,} bytes) is below the first point of the frontier, "
+                f"{format_bytes(least)} ({least:,} bytes): expected at least that much",
+                budget_bytes=budget,
+                minimum_bytes=least,
+                stage="",
+            )
+        return self.points[index - 1]
+
+    def gain(self, extra_bytes: int | str, *, budget_bytes: int | str | None = None) -> Gain:
+        """What additional memory would buy.
+
+        Args:
+            extra_bytes: Additional memory: bytes, or a size such as ``"1GiB"``.
+            budget_bytes: Memory before. By default the budget of the plan that the frontier is of, or the least one.
+        Raises:
+            BudgetError: The budget is below the first point.
+            UnitError: A size cannot be read.
+        """
+        if budget_bytes is None:
+            budget_bytes = self.budget_bytes or self.points[0].peak_bytes
+        budget, extra = parse_bytes(budget_bytes), parse_bytes(extra_bytes)
+        return Gain(budget, extra, self.at(budget), self.at(budget + extra))
+
+    @property
+    def knee(self) -> Simulation:
+        """Where the curve bends most: up to there memory buys much, behind it little.
+
+        The (first) point farthest below the line between the ends, with both axes scaled to 1, as in Satopää et al.,
+        "Finding a kneedle in a haystack", ICDCS Workshops 2011, without its smoothing.
+        """
+        first, last = self.points[0], self.points[-1]
+        width, height = last.peak_bytes - first.peak_bytes, first.seconds - last.seconds
+
+        def below(point: Simulation) -> float:
+            if not width or not height:
+                return 0.0
+            return 1 - (point.peak_bytes - first.peak_bytes) / width - (point.seconds - last.seconds) / height
+
+        return max(self.points, key=below)
+
+    def thinned(self, most: int) -> Frontier:
+        """The frontier with at most ``most`` points (4 or more), spread evenly; ends, knee and plan's point stay."""
+        if len(self.points) <= most:
+            return self
+        first, last = self.points[0], self.points[-1]
+        spread = most - 3
+        marks = [first.peak_bytes + (last.peak_bytes - first.peak_bytes) * k // spread for k in range(spread)]
+        fixed = {first, last, self.knee} | ({self.at(self.budget_bytes)} if self.budget_bytes else set())
+        chosen = {*fixed, *(self.at(max(mark, 1)) for mark in marks)}
+        return Frontier(tuple(point for point in self.points if point in chosen), self.budget_bytes)
+
+    def __repr__(self) -> str:
+        ends = (f"{format_bytes(end.peak_bytes)} (+{end.overhead:.1%})" for end in (self.points[0], self.points[-1]))
+        return f"<Frontier of {len(self)} points from {' to '.join(ends)}>"
+
+    def __rich__(self) -> Table:
+        return frontier_table(self)
+
+    __str__ = rendered
+
+
+def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
+    """Table of budgets against their time, ``reserved_bytes`` of the process added, for ``rich.print``."""
+    shown = frontier.thinned(most_rows)
+    worst = shown[0].overhead
+    table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
+    for name in ("budget", "overhead", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=_BAR)
+    table.add_column("", no_wrap=True)
+    planned = None if frontier.budget_bytes is None else frontier.at(frontier.budget_bytes)
+    last = shown[-1] if shown[-1].overhead < 1e-6 else None
+    marked = {"least": shown[0], "knee": frontier.knee, "this plan": planned, "keep all": last}
+    for point in shown:
+        table.add_row(
+            format_bytes(reserved_bytes + point.peak_bytes),
+            f"{point.overhead:.2%}",
+            format_seconds(point.seconds),
+            "█" * round(_BAR * point.overhead / worst) if worst else "",
+            ", ".join(note for note, at in marked.items() if at == point),
+        )
+    return table
+
+
+def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
+    """Points that no other one beats in both memory and time, by rising memory."""
+    best: list[Simulation] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
+        if not best or point.seconds < best[-1].seconds * (1 - SAME):
+            best.append(point)
+    return tuple(best)
+
+
 # -------------------------------------------------------------------- a plan in a few rows
 
 
@@ -394,39 +592,23 @@ def shortened(name: str, most: int = _MOST_NAME) -> str:
 # -------------------------------------------------------------------- a schedule on one line
 
 
-_GAPS = re.compile("…( …)+")  # neighbours, which become one
-
-
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:
-    """The text of a schedule on one line of ``most_characters``, shortened from the inside.
+    """The text of a schedule on one line of ``most_characters``: a longer one loses segments' insides, then more.
 
-    Stages are consecutive, so neighbours of ``…`` tell what is missing. The most deeply nested segments go first, then
-    all segments, then the middle.
+    Stages are consecutive, so neighbours of ``…`` tell what is missing.
 
     Example:
         >>> schedule_line(Schedule.parse("0 ((1 2) 3 4) 5"), most_characters=12)
-        '0 (… 3-4) 5'
+        '0 (…) 5'
     """
     text = str(schedule)
-    for depth in reversed(range(schedule.depth)):
-        if len(text) > most_characters:
-            text = _without_deeper(text, depth)
-    words, kept = text.split(), len(text.split())
+    words: list[str] = []
+    for is_segment, run in groupby(schedule.items, lambda item: isinstance(item, Segment)):
+        items = tuple(run)
+        words += ["(…)"] * len(items) if is_segment else text_of(items).split()
+    kept = len(words)
+    text = text if len(text) <= most_characters else " ".join(words)
     while len(text) > most_characters and kept:
         kept -= 1
-        tail = (kept + 1) // 2
-        text = _GAPS.sub("…", " ".join([*words[: kept - tail], "…", *words[len(words) - tail :]]))
+        text = " ".join([*words[: kept // 2], "…", *words[len(words) - (kept + 1) // 2 :]])
     return text
-
-
-def _without_deeper(text: str, depth: int) -> str:
-    """Replace parentheses nested deeper than ``depth``."""
-    kept, level = [], 0
-    for character in text:
-        level += character == "("
-        if level <= depth:
-            kept.append(character)
-        elif character == "(" and level == depth + 1:
-            kept.append("…")
-        level -= character == ")"
-    return _GAPS.sub("…", "".join(kept))

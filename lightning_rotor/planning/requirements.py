@@ -33,7 +33,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.planning.kernel import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
+from lightning_rotor.planning.dynamic_program import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
 from lightning_rotor.simulator import Skips
 
 # Who holds the input of a stage during its backward.

@@ -1,22 +1,29 @@
-"""One chain, any number of budgets: the tables of a chain, made when they are needed and kept."""
+"""One chain, any number of budgets: the tables of a chain, made when they are needed and kept.
+
+A table is a staircase of schedules by memory. It counts in slots and approximates, so a schedule from slightly above a
+budget may fit it in bytes and one from slightly below may not: only the simulator tells.
+"""
+
+from __future__ import annotations
 
 import math
 import time
-from dataclasses import astuple, fields, replace
-from functools import cached_property
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache, cached_property, lru_cache, partial
+from itertools import groupby, pairwise
+from operator import attrgetter
 
+import numpy as np
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planning.candidates import Candidates, Judge, by_peak, by_seconds
-from lightning_rotor.planning.dynamic_program import Table
-from lightning_rotor.planning.frontier import SAME, Frontier, no_schedule_is_faster, pareto
-from lightning_rotor.planning.plan import DEFAULT_SLOTS, Plan
+from lightning_rotor.planning.dynamic_program import Table, schedule_at
+from lightning_rotor.planning.plan import DEFAULT_SLOTS, SAME, Frontier, Plan, pareto
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
-from lightning_rotor.schedule import Leaf, Schedule
-from lightning_rotor.simulator import Conditions, Simulation
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.simulator import Conditions, Simulation, first_inverted, simulate
 from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
 
 _MOST_SLOTS = 20_000
@@ -43,6 +50,47 @@ _QUESTIONS = 1500
 _DESCENTS = 3
 # Least number of stages, over all candidates, that are judged for a curve.
 _JUDGED = 50_000
+
+
+def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
+    """Plan the fastest schedule that fits a memory budget.
+
+    Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the
+    approximations named in :mod:`lightning_rotor.planning.dynamic_program`; never above the budget. More budget never
+    gives a slower plan.
+
+    Args:
+        chain: Costs of ``n`` stages, measured on one device.
+        budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
+        slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
+        step: ``gradients_exist``, if parameters already have gradients, so that the backward adds none, and
+            ``lingering_bytes``, held during the forward: see :func:`lightning_rotor.simulator.simulate`.
+    Returns:
+        A plan whose simulated peak is at most ``budget_bytes``.
+    Raises:
+        BudgetError: No schedule fits (says the least budget and the stage that sets it), or no positive integer.
+    Example:
+        >>> plan(chain, parse_bytes("2 GiB"))
+    Source:
+        Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
+    """
+    return _solver(chain, slots, **step).plan(budget_bytes)
+
+
+def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
+    """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
+    return _solver(chain, slots, **step).minimum()
+
+
+def frontier(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Frontier:
+    """Every useful budget and what it costs in time, from one solve; arguments as for :func:`plan`."""
+    return frontier_of(_solver(chain, slots, **step))
+
+
+# A chain is often planned again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
+@lru_cache(maxsize=1)
+def _solver(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
+    return Solver(chain, slots=fine_slots(len(chain), slots), **step)
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
@@ -75,7 +123,8 @@ class Solver:
         self.chain = chain
         self._slots = slots
         self._step = step
-        self._judge = Judge(chain, step)
+        # Tables share what they judge.
+        self._judge: Callable[[Schedule], Simulation] = cache(partial(simulate, chain, **step))
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     def plan(self, budget_bytes: int) -> Plan:
@@ -207,6 +256,27 @@ def keep_all_fastest(chain: Chain) -> Schedule:
     return Schedule(tuple(Leaf(stage, each.index(min(each))) for stage, each in enumerate(costs)))
 
 
+def no_schedule_is_faster(chain: Chain) -> bool:
+    """True if no schedule can be faster than :func:`keep_all_fastest`: so on measured chains without inverses."""
+    # Both forwards of a measured stage are timed as one, so dropping and recomputing it alone saves no time.
+    for stage in chain:
+        ways = [each.seconds for each in stage.options]
+        if stage.recomputable:
+            ways += [stage.discard_seconds + each.again_seconds + each.backward_seconds for each in stage.options]
+        if min(ways) < min(each.seconds for each in stage.options if not each.inverts):
+            return False
+    return True
+
+
+def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
+    """Stages ``first..last`` as one segment, or as several around stages that must be kept."""
+    items: list[Item] = []
+    for recomputable, stages in groupby(range(first, last + 1), lambda stage: chain.stages[stage].recomputable):
+        run = tuple(map(Leaf, stages))
+        items += [Segment(run)] if recomputable else run
+    return items
+
+
 def solved_table(
     chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[Conditions]
 ) -> tuple[Table, float, bool]:
@@ -277,6 +347,157 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
             points = pareto([*points, best.simulation])
     # Hundreds of steps in every detail would take megabytes for as long as somebody has the curve.
     return Frontier(tuple(replace(point, events=()) for point in points), budget_bytes)
+
+
+# -------------------------------------------------- edits, for the last bytes that no table sees
+
+
+_LONGEST_WRAP = 3
+# Most stages for two edits, instead of one, of a candidate that is just too large.
+_TWICE_EDITED_STAGES = 8
+# Sums of the same durations in another order differ by less.
+_ROUNDING = 1 - 1e-12
+
+
+def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
+    """Every schedule that is one edit away: O(n) for ``n`` stages."""
+    found = (Schedule(items) for items in _edited(schedule.items, chain))
+    if not any(option.inverts for stage in chain for option in stage.options):
+        return found
+    return (each for each in found if first_inverted(chain, each) is None)
+
+
+def _neighbours(chain: Chain, schedule: Schedule) -> list[Schedule]:
+    """Schedules one edit away, or two if the chain is short."""
+    near = [*edits(schedule, chain)]
+    if len(chain) <= _TWICE_EDITED_STAGES:
+        near += [each for edited in near for each in edits(edited, chain)]
+    return list(dict.fromkeys(near))
+
+
+def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]:
+    for index, item in enumerate(items):
+        before, after = items[:index], items[index + 1 :]
+        match item:
+            case Segment(inside):
+                yield (*before, *inside, *after)
+                yield from ((*before, Segment(changed), *after) for changed in _edited(inside, chain))
+                if len(inside) > 1 and isinstance(inside[-2], Leaf):
+                    yield (*before, Segment(inside[:-1]), inside[-1], *after)
+                match after:
+                    case (Segment(more), *rest):
+                        yield (*before, Segment(inside + more), *rest)
+                        yield (*before, Segment((item, *more)), *rest)
+                    case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
+                        yield (*before, Segment((*inside, leaf)), *rest)
+            case Leaf(stage, option):
+                yield from ((*before, Leaf(stage, other), *after) for other in _next_options(chain, stage, option))
+                for length in range(1, _LONGEST_WRAP + 1):
+                    wrapped, behind = items[index : index + length], items[index + length :]
+                    if behind and all(
+                        isinstance(each, Leaf) and chain.stages[each.stage].recomputable for each in wrapped
+                    ):
+                        yield (*before, Segment(wrapped), *behind)
+
+
+def _next_options(chain: Chain, stage: int, option: int) -> list[int]:
+    """The options that save the next less and the next more bytes."""
+    options = chain.stages[stage].options
+    ranks = sorted(range(len(options)), key=lambda each: options[each].kept_bytes)
+    at = ranks.index(option)
+    return ranks[max(at - 1, 0) : at] + ranks[at + 1 : at + 2]
+
+
+# -------------------------------------------------------------------- schedules near a budget
+
+
+# Stairs tried above the budget: at least the first number, and on short chains the second number over the stages.
+_HOPEFUL = 16
+_HOPEFUL_STAGES = 512
+
+
+# Sort keys: the fastest first, or the smallest.
+by_seconds, by_peak = attrgetter("seconds", "peak_bytes"), attrgetter("peak_bytes", "seconds")
+
+
+@dataclass(eq=False)
+class Candidates:
+    """Proposals of one table, by rising memory and falling seconds; judged when asked for and remembered.
+
+    The table may be wrong by ``uncertain_bytes``. If ``thorough``, candidates that exceed a budget by no more than that
+    are edited until they fit, and the smallest one until it gets no smaller.
+    """
+
+    chain: Chain
+    table: Table
+    unit: float
+    is_exact: bool
+    judge: Callable[[Schedule], Simulation]
+    uncertain_bytes: int
+    thorough: bool
+
+    def __post_init__(self) -> None:
+        seconds = self.table.seconds
+        self._stairs = [int(slot) for slot in np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))]
+        self._candidates: dict[int, Simulation] = {}
+        self._near = cache(partial(_neighbours, self.chain))
+
+    def __len__(self) -> int:
+        return len(self._stairs)
+
+    @property
+    def lowest_bytes(self) -> float:
+        """Least memory for which the table holds a schedule, by its own count."""
+        return self._stairs[0] * self.unit if self._stairs else math.inf
+
+    def __getitem__(self, stair: int) -> Simulation:
+        if stair not in self._candidates:
+            self._candidates[stair] = self.judge(schedule_at(self.table, self._stairs[stair]))
+        return self._candidates[stair]
+
+    def fastest(self, budget_bytes: int) -> Simulation | None:
+        """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
+        best: Simulation | None = None
+        for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
+            if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.seconds:
+                break
+            fitting = self._fitting(stair, budget_bytes)
+            best = min(fitting if best is None else [best, *fitting], key=by_seconds, default=None)
+        return best
+
+    def lowest(self) -> list[Simulation]:
+        """Those that may have the least peak as far as the table tells, by rising peak."""
+        # With skips the table is further from the truth, so the least may be anywhere.
+        hopeful = len(self) - 1 if self.thorough and self.chain.skips else self._hopeful_stair(0)
+        return sorted((self[stair] for stair in range(hopeful + 1)), key=by_peak)
+
+    def descended(self, candidate: Simulation) -> Simulation:
+        """The candidate after edits, as long as they make it smaller."""
+        while self.thorough:
+            least = candidate
+            for schedule in self._near(candidate.schedule):
+                least = min(least, self.judge(schedule), key=by_peak)
+            if least is candidate:
+                break
+            candidate = least
+        return candidate
+
+    def _hopeful_stair(self, budget_bytes: int) -> int:
+        """The highest stair worth a try."""
+        fitting = int(np.searchsorted(self._stairs, budget_bytes / self.unit, side="right")) - 1
+        return min(fitting + max(_HOPEFUL, _HOPEFUL_STAGES // len(self.chain)), len(self._stairs) - 1)
+
+    def _fitting(self, stair: int, budget_bytes: int) -> list[Simulation]:
+        """The candidate if it fits; if it is just too large, its edits that do."""
+        base = self[stair]
+        if base.peak_bytes <= budget_bytes:
+            return [base]
+        if not self.thorough or base.peak_bytes - budget_bytes > self.uncertain_bytes:
+            return []
+        edited = map(self.judge, self._near(base.schedule))
+        # None is faster, so the stairs stay in order; and none takes so much less that other budgets would not find it.
+        least = base.peak_bytes - self.uncertain_bytes
+        return [each for each in edited if least <= each.peak_bytes <= budget_bytes and each.seconds >= base.seconds]
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:

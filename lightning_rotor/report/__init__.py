@@ -6,8 +6,7 @@ which device of a pipeline does what), :mod:`drawing` (the stages of a model), :
 and the answer). The tables are made in :mod:`lightning_rotor.planning`.
 """
 
-from lightning_rotor.planning.frontier import frontier_table
-from lightning_rotor.planning.plan import plan_table, schedule_line, stage_table
+from lightning_rotor.planning.plan import frontier_table, plan_table, schedule_line, stage_table
 from lightning_rotor.report.drawing import Drawing, draw_chain
 from lightning_rotor.report.timeline import PlotError, plot_frontier, plot_pipeline, plot_timeline
 

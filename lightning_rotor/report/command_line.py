@@ -32,8 +32,7 @@ from lightning_rotor.errors import ModelError, ProfilingError, RotorError, Rotor
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.frontier import frontier_table
-from lightning_rotor.planning.plan import plain_simulation, plan_table, stage_table
+from lightning_rotor.planning.plan import frontier_table, plain_simulation, plan_table, stage_table
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile

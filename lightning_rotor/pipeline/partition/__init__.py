@@ -8,7 +8,7 @@ between::
               they matter,       program over bounds)
               ``in_flight``)
 
-Read ``balance`` (what cuts are), ``in_flight`` (runs and their plans), ``problem``, ``search``, ``solve``.
+Read ``in_flight`` (runs and their plans), ``problem``, ``search`` (what cuts are, and the best), ``solve``.
 """
 
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode

@@ -38,10 +38,8 @@ import numpy as np
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.simulator import MicroBatchLoad
-from lightning_rotor.planning.candidates import schedule_at
-from lightning_rotor.planning.frontier import segments_around
-from lightning_rotor.planning.kernel import Seconds
-from lightning_rotor.planning.solver import Solver, keep_all_fastest, solved_table
+from lightning_rotor.planning.dynamic_program import Seconds, schedule_at
+from lightning_rotor.planning.solver import Solver, keep_all_fastest, segments_around, solved_table
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 
@@ -274,28 +272,21 @@ class _Columns:
         self.chain = chain
         self._table, self.unit, self.exact = solved_table(chain, most_bytes, slots, gradients_exist=True)
         self.top = len(self._table.seconds) - 1
-        self._floor = 0
         self.seconds = cache(self._seconds)
 
     def _seconds(self, floor: int) -> Seconds:
         """Least seconds by memory if ``floor`` slots must be left when the last stage is kept."""
-        self._set_floor(floor)
+        self._table.solve_last_column(floor=floor)
         return self._table.seconds.copy()
 
     def plan(self, memory: int, floor: int) -> StagePlan:
         """Plan of ``seconds(floor)[memory]``, which must be finite; without the end where it needs none."""
-        self._set_floor(floor)
+        self._table.solve_last_column(floor=floor)
         chain, schedule = self.chain, schedule_at(self._table, memory)
         shorter = without_end(schedule) if chain.names[-1] == END else None
         if shorter is not None:
             chain, schedule = replace(chain, stages=chain.stages[:-1]), shorter
         return StagePlan(chain, schedule)
-
-    def _set_floor(self, floor: int) -> None:
-        """Raise the needs of the last stage, and solve the intervals that end there again."""
-        if floor != self._floor:
-            self._floor = floor
-            self._table.solve_last_column(floor=floor)
 
 
 class _Search:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -63,14 +63,6 @@ class Link:
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
-@lru_cache(maxsize=2)
-def _simulator(
-    schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int
-) -> StepSimulator:
-    order = orders(schedule, devices, micro_batches=micro_batches, stages_per_device=stages_per_device)
-    return StepSimulator(order, stages=devices * stages_per_device, micro_batches=micro_batches)
-
-
 @dataclass(frozen=True)
 class Problem:
     """A chain to be cut.
@@ -121,10 +113,10 @@ class Problem:
             self.schedule, len(self.devices), micro_batches=self.micro_batches, stages_per_device=self.stages_per_device
         )
 
-    @property
+    @cached_property
     def simulator(self) -> StepSimulator:
         """Simulator of step durations."""
-        return _simulator(self.schedule, len(self.devices), self.micro_batches, self.stages_per_device)
+        return StepSimulator(self.order, stages=self.stages, micro_batches=self.micro_batches)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:

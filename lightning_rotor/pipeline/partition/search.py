@@ -21,18 +21,22 @@ Runs are planned when a candidate has them; until then a fractional knapsack bou
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import combinations
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.balance import Cuts, cuts_of, least_bottleneck, runs_of, simple_balances
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
-from lightning_rotor.pipeline.schedule import Integers
+from lightning_rotor.pipeline.schedule import Integers, PipelineError
 from lightning_rotor.pipeline.simulator import Reals
+from lightning_rotor.units import is_positive_integer
+
+Cuts: TypeAlias = tuple[int, ...]
+"""First stage of the chain in each pipeline stage."""
 
 # Most cuts that are bounded one by one, and candidates of the dynamic program.
 _FEW, _CANDIDATES = 20_000, 50
@@ -96,16 +100,7 @@ class Bounds:
         """By run, least seconds of recomputation on the measured device."""
         problem, chain, last = self._problem, self._problem.chain, np.minimum(self._ends, self._n) - 1
         extra: Reals = np.zeros((self._stages, self._n, self.longest))
-        if problem.recompute == "always":  # all forwards again, the last one up to its last saved tensor
-            again = [
-                stage.discard_seconds * (stage.recomputable and all(each.saved_tensors for each in stage.options))
-                for stage in chain
-            ]
-            saved = [
-                max(0.0, *(each.forward_seconds - each.replay_seconds for each in stage.options)) for stage in chain
-            ]
-            extra += np.maximum(self._sums(_before(again)) - np.array(saved)[last], 0)
-        elif problem.recompute == "rotor" and problem.stages_per_device == 1 and self._costs.recomputes:
+        if problem.recompute == "rotor" and problem.stages_per_device == 1 and self._costs.recomputes:
             kept, price = np.array([_kept_and_price(chain, number) for number in range(self._n)]).T
             output = np.array([each.output_bytes for each in chain])[last]
             given = [problem.device_of(stage).memory_bytes for stage in range(self._stages)]
@@ -336,3 +331,89 @@ def _kept_and_price(chain: Chain, number: int) -> tuple[float, float]:
 def _before(values: Iterable[float]) -> Reals:
     before: Reals = np.concatenate(([0.0], np.cumsum(list(values))))
     return before
+
+
+# -------------------------------------------------------------- cuts, and those from one number per stage (torchgpipe)
+
+
+def stage_seconds(chain: Chain) -> list[float]:
+    """Seconds of each stage; recomputation does not count."""
+    return [stage.keep.seconds for stage in chain]
+
+
+def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
+    """Bytes of each stage: what plain training saves, and ``param_scale`` for each byte of trained parameters."""
+    if not (math.isfinite(param_scale) and param_scale >= 0):
+        raise PipelineError(
+            f"param_scale is {param_scale!r}: expected a number that is not negative, such as 2 for SGD, 3 with "
+            "momentum, 4 for Adam"
+        )
+    return [
+        stage.keep.saved_bytes + stage.output_bytes + param_scale * stage.keep.parameter_gradient_bytes
+        for stage in chain
+    ]
+
+
+def cuts_of(balance: Sequence[int]) -> tuple[int, ...]:
+    """First stage of each part."""
+    return tuple(int(sum(balance[:place])) for place in range(len(balance)))
+
+
+def runs_of(cuts: Sequence[int], stages: int) -> list[tuple[int, int]]:
+    """First and last stage of each part."""
+    return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], stages), strict=True)]
+
+
+def even_balance(stages: int, parts: int) -> list[int]:
+    """Parts of equal size, or of one stage each if there are too few."""
+    return [stages // parts + (place < stages % parts) for place in range(parts)] if parts <= stages else [1] * stages
+
+
+def simple_balances(chain: Chain, parts: int) -> list[list[int]]:
+    """Balances that one would make by hand; a search must end with nothing slower."""
+    by_time, by_size = (least_largest(values, parts) for values in (stage_seconds(chain), stage_bytes(chain)))
+    return [even_balance(len(chain), parts), by_time, by_size]
+
+
+def least_largest(values: Sequence[float], partitions: int) -> list[int]:
+    """Contiguous parts whose largest sum is least."""
+    n, parts = len(values), partitions
+    if not is_positive_integer(parts) or parts > n:
+        raise PipelineError(
+            f"partitions is {partitions!r}, but the chain has {n} stages: expected an integer from 1 to {n}, such as "
+            f"partitions={n}"
+        )
+    before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
+    # No part needs more than an equal share and one stage, which bounds its length.
+    most = (before[-1] / parts + max(values)) * (1 + 1e-9)
+    longest = int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max()) - 1
+    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
+    sums = np.where(ends <= n, before[np.minimum(ends, n)] - before[:-1, None], math.inf)
+    cuts = least_bottleneck(np.broadcast_to(sums, (parts, n, longest)))
+    assert cuts is not None, "equal parts are no longer"
+    return [last + 1 - first for first, last in runs_of(cuts, n)]
+
+
+def least_bottleneck(values: Reals) -> Cuts | None:
+    """Cuts whose largest value is least, then nearest to equal; None if all are infinite.
+
+    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one.
+    """
+    stages, n, longest = values.shape
+    most = np.full((stages + 1, n + longest + 1), math.inf)
+    squares = most.copy()
+    most[stages, n] = squares[stages, n] = 0.0
+    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
+    chosen = np.zeros((stages, n), np.int64)
+    for stage in reversed(range(stages)):
+        largest = np.maximum(values[stage], most[stage + 1][ends])
+        least = largest.min(axis=1, keepdims=True)
+        spread = np.where(largest <= least, values[stage] ** 2 + squares[stage + 1][ends], math.inf)
+        chosen[stage] = np.argmin(spread, axis=1)
+        most[stage, :n], squares[stage, :n] = least[:, 0], spread[np.arange(n), chosen[stage]]
+    if most[0, 0] == math.inf:
+        return None
+    cuts = [0]
+    for stage in range(stages - 1):
+        cuts.append(cuts[-1] + int(chosen[stage, cuts[-1]]) + 1)
+    return tuple(cuts)

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -11,16 +12,24 @@ from rich import box
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.balance import Cuts, check_balance, cuts_of, least_bottleneck, runs_of
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
-from lightning_rotor.pipeline.partition.search import Search, impossible
+from lightning_rotor.pipeline.partition.search import (
+    Cuts,
+    Search,
+    cuts_of,
+    even_balance,
+    impossible,
+    least_bottleneck,
+    runs_of,
+)
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, rendered
+from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer, rendered
 
 # Most runs of stages whose least memory is computed for an error.
 _MOST_ASKED = 400
+_MOST_NAMED = 12  # stages in a message
 
 
 @dataclass(frozen=True)
@@ -196,15 +205,9 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
     first = np.arange(n)[:, None]
     last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
     ends = np.minimum(last, n - 1)
-    # What the backward of a stage takes whatever the schedule.
-    alone = [
-        min(each.saved_bytes + min(astuple(each.backward_peaks(gradients_exist=True))) for each in stage.options)
-        for stage in problem.chain
-    ]
-    highest = np.maximum.accumulate(np.array(alone)[ends], axis=1)
     outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
     every, in_flight = (np.array(each)[:, None, None] for each in (range(stages), problem.in_flight))
-    bounds = costs.fixed_bytes(first, ends) + np.maximum(in_flight * outputs, highest).astype(float)
+    bounds = costs.fixed_bytes(first, ends) + (in_flight * outputs).astype(float)
     bounds[impossible(problem, every, first, last)] = math.inf
     asked: set[tuple[int, int, int]] = set()
     best: tuple[float, Cuts] = math.inf, ()
@@ -218,3 +221,56 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
         if asked >= set(runs) or len(asked) > _MOST_ASKED:
             return best[1]
         asked |= set(runs)
+
+
+# -------------------------------------------------------------------- balances given by hand
+
+
+def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int) -> tuple[int, ...]:
+    """A balance given by hand, checked for stages of these names and so many parts."""
+    stages, even = len(names), even_balance(len(names), parts)
+    if isinstance(balance, str):
+        raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
+    given = list(balance)
+    wrong, odd = "", [place for place, count in enumerate(given) if not is_positive_integer(count)]
+    if odd:
+        wrong = (
+            f"has {given[odd[0]]!r} at place {odd[0]}: expected positive integers, since every pipeline stage needs "
+        )
+        wrong += "at least one stage of the model"
+    elif len(given) != parts:
+        wrong = f"has {len(given)} entries for {parts} pipeline stages: expected one for each"
+    elif sum(given) != stages:
+        wrong = f"shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up"
+        listed = ", ".join([*names[:_MOST_NAMED], *(("…", names[-1]) if stages > _MOST_NAMED else ())])
+        raise PipelineError(f"balance={given} {wrong}, such as balance={even}. Its stages are {listed}")
+    if wrong:
+        raise PipelineError(f"balance={given} {wrong}, such as balance={even}")
+    return tuple(given)
+
+
+def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str]) -> list[int]:
+    """A balance that counts a model's children, in stages; any other as it is.
+
+    Args:
+        balance: Numbers of children in each part; of stages, if they do not add up to the children.
+        names: Of the model's stages, which begin with those of its children.
+        children: Names of the model's children, in the order in which they run.
+    Raises:
+        PipelineError: It separates children that one stage runs together.
+    """
+    if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
+        return list(balance)
+    place = {child: number for number, child in enumerate(children)}
+    firsts = [place[name.partition(" … ")[0].partition(".")[0]] for name in names]
+    lasts = [place[name.rpartition(" … ")[2].partition(".")[0]] for name in names]
+    ends = []
+    for cut in accumulate(balance):
+        ends.append(sum(last < cut for last in lasts))
+        straddling = [name for name, first, last in zip(names, firsts, lasts, strict=True) if first < cut <= last]
+        if straddling:
+            raise PipelineError(
+                f"balance={list(balance)} cuts between the children {children[cut - 1]!r} and {children[cut]!r}, which "
+                f"run as one stage, {straddling[0]!r}: expected a cut elsewhere"
+            )
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
