@@ -159,6 +159,23 @@ class Schedule:
         """How deeply segments are nested; 0 if there is none."""
         return _depth(self.items)
 
+    def operations(self) -> tuple[str, ...]:
+        """The step as rotor's list of operations.
+
+        ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its
+        input. ``Fn i``: forward that saves nothing. ``B i``: backward.
+        """
+        operations = [*_forward(self.items)]
+        pending = [*self.items]
+        while pending:
+            match pending.pop():
+                case Leaf(stage):
+                    operations.append(f"B {stage}")
+                case Segment(items):
+                    operations.extend(_forward(items))
+                    pending.extend(items)
+        return tuple(operations)
+
 
 def leaves(item: Item) -> Iterator[Leaf]:
     """The leaves of an item from left to right, however deeply nested."""
@@ -181,6 +198,12 @@ def _walk(items: Iterable[Item]) -> Iterator[Item]:
 
 def _depth(items: Iterable[Item]) -> int:
     return max((item.depth for item in items if isinstance(item, Segment)), default=0)
+
+
+def _forward(items: Iterable[Item]) -> Iterator[str]:
+    for item in items:
+        yield f"{'Fck' if isinstance(item, Segment) else 'Fall'} {item.first}"
+        yield from (f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
 
 
 def _check_items(items: tuple[Item, ...]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -133,7 +135,12 @@ def test_a_group_over_its_limit_has_nothing_free(machine: Path) -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_a_platform_without_proc_takes_limits_in_bytes_alone() -> None:
+def test_a_platform_without_proc_asks_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = psutil.virtual_memory()
+    found = device_memory("cpu")
+    assert found.total_bytes == memory.total
+    assert 0 < found.free_bytes <= memory.total
+    monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(ProfilingError, match=r"machine's memory cannot be read.*give the memory limit in bytes"):
         resolve_limit(None, "cpu")
     assert resolve_limit(MemoryLimit(size_bytes=10), "cpu") == 10

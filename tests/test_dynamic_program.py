@@ -75,10 +75,15 @@ def test_compiled_kernel_fills_the_same_table_bit_by_bit(
     assert_same_tables(compiled, plain, every=9)
 
 
+@pytest.mark.parametrize(("threads", "block"), [(1, 16), (2, 7), (3, 1), (3, 200)])
 @pytest.mark.parametrize("options", [1, 3])
-def test_compiled_tables_of_long_chains_are_the_same(options: int) -> None:
+def test_threads_and_blocks_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch, threads: int, block: int, options: int
+) -> None:
     chain = random_chain(random.Random(options), 60, "options", grain=4099, most_options=60 * options)
     chain = with_skips(random.Random(1), chain)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: threads)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._BLOCK", block)
     plain, compiled = (solved(chain, 150, compiled=choice) for choice in (False, True))
     assert_same_tables(compiled, plain, every=5)
 
@@ -150,3 +155,12 @@ def test_schedules_that_are_read_from_the_table_take_the_seconds_that_it_says(ch
         assert simulate(chain, schedule_at(table, memory)).seconds == pytest.approx(
             float(table.seconds[memory]), rel=1e-9
         )
+
+
+def test_an_error_in_one_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    requirements = requirements_of(random_chain(random.Random(3), 80, "cnn", grain=4099), unit=1e6)
+    table = Table(requirements, slots=50, compiled=True)
+    monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: 3)
+    monkeypatch.setattr(table, "_compiled", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        table.solve()

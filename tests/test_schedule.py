@@ -1,19 +1,16 @@
-"""Schedules as text and as trees, and what they run."""
+"""Schedules as text, as trees and as rotor's operations."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import random_chain, random_schedule
 
-from lightning_rotor.chain import Chain
 from lightning_rotor.errors import RotorError, ScheduleError
 from lightning_rotor.schedule import Leaf, Schedule, Segment, leaves
-from lightning_rotor.simulator import simulate
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 14))
@@ -22,29 +19,20 @@ def test_text_round_trips(rng: random.Random, stages: int) -> None:
     assert Schedule.parse(str(schedule)) == schedule
 
 
-def operations_of(chain: Chain, schedule: Schedule) -> list[tuple[str, int]]:
-    """What a step runs, in order, where every stage saves something: others are not recomputed at the end of a segment."""
-    saving = (tuple(replace(option, saved_tensors=1) for option in stage.options) for stage in chain)
-    stages = tuple(replace(stage, options=options) for stage, options in zip(chain, saving, strict=True))
-    return [(event.phase, event.stage) for event in simulate(replace(chain, stages=stages), schedule).events]
-
-
 @given(st.randoms(use_true_random=False), st.integers(1, 14))
 def test_operations_run_every_backward_once_in_reverse_and_after_its_recording(rng: random.Random, stages: int) -> None:
-    chain = random_chain(rng, stages, "heterogeneous")
-    operations = operations_of(chain, random_schedule(rng, chain))
-    assert [stage for phase, stage in operations if phase == "backward"] == [*reversed(range(stages))]
+    schedule = random_schedule(rng, random_chain(rng, stages, "heterogeneous"))
+    operations = schedule.operations()
+    assert [each for each in operations if each.startswith("B")] == [f"B {stage}" for stage in reversed(range(stages))]
     for stage in range(stages):
-        assert operations.count(("forward", stage)) == 1
-        last = max(number for number, (phase, each) in enumerate(operations) if each == stage and phase != "backward")
-        assert last < operations.index(("backward", stage))
+        assert operations.count(f"Fall {stage}") == 1
+        assert operations.index(f"Fall {stage}") < operations.index(f"B {stage}")
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 14))
 def test_recomputed_stages_are_those_that_run_forward_more_than_once(rng: random.Random, stages: int) -> None:
-    chain = random_chain(rng, stages, "heterogeneous")
-    schedule = random_schedule(rng, chain)
-    forwards = [stage for phase, stage in operations_of(chain, schedule) if phase != "backward"]
+    schedule = random_schedule(rng, random_chain(rng, stages, "heterogeneous"))
+    forwards = [int(each.split()[1]) for each in schedule.operations() if not each.startswith("B")]
     assert schedule.recomputed == tuple(stage for stage in range(stages) if forwards.count(stage) > 1)
 
 
@@ -72,12 +60,11 @@ def test_keep_all_is_one_run() -> None:
 
 
 def test_operations_of_nested_segments() -> None:
-    chain = random_chain(random.Random(0), 4, "heterogeneous")
-    assert operations_of(chain, Schedule.parse("((0 1) 2) 3")) == [
-        *(("forward", stage) for stage in range(4)),
-        *[("backward", 3), ("recompute", 0), ("recompute", 1), ("recompute", 2), ("backward", 2)],
-        *[("recompute", 0), ("recompute", 1), ("backward", 1), ("backward", 0)],
-    ]
+    assert Schedule.parse("((0 1) 2) 3").operations() == (
+        *("Fck 0", "Fn 1", "Fn 2", "Fall 3", "B 3"),
+        *("Fck 0", "Fn 1", "Fall 2", "B 2"),
+        *("Fall 0", "Fall 1", "B 1", "B 0"),
+    )
 
 
 def test_leaves_come_from_left_to_right() -> None:

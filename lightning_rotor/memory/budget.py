@@ -264,12 +264,16 @@ def _gpu(device: torch.device) -> DeviceMemory:
 
 def _machine() -> DeviceMemory:
     sizes = _read_sizes(_ROOT / "proc/meminfo")
-    if "MemAvailable" not in sizes:
+    if "MemAvailable" in sizes:
+        return DeviceMemory(sizes["MemTotal"] * 1024, sizes["MemAvailable"] * 1024)
+    try:  # macOS, Windows and the rest
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # not a dependency: only where /proc is missing
+    except ImportError as error:
         raise ProfilingError(
-            "this machine's memory cannot be read: expected /proc/meminfo, as Linux has it; elsewhere give the memory "
-            "limit in bytes"
-        )
-    return DeviceMemory(sizes["MemTotal"] * 1024, sizes["MemAvailable"] * 1024)
+            "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
+        ) from error
+    memory = psutil.virtual_memory()
+    return DeviceMemory(int(memory.total), int(memory.available))
 
 
 # Version 2 slows a group down, to a standstill if need be, over memory.high: for training that is a limit, too.

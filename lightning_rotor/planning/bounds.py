@@ -30,24 +30,24 @@ when the backward of ``l`` finishes, the same question arises for ``c..l-1``::
     first(i)    a run that gives the output: discarding or recording, what is faster
     both(i)     output and set: recording, or first(i) and a replay if that is faster
 
-That least is a 0-1 knapsack along the chain, one pass per ``c`` for all ``l``. The step is ``gap(0, n - 1)``, whose
-last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time and O(n S) memory.
+That least is a 0-1 knapsack along the chain, one table per ``c`` for all ``l``. The step is ``gap(0, n - 1)``, whose
+last stage gives its output too. ``n`` stages and ``S`` slots take O(n³ S) time and O(n² S) memory.
 
 **Why it holds**, for a gap ``c..l`` of any execution that fits:
 
 1. Before ``l`` makes its set, each of ``c..l-1`` runs for its output: ``Σ first(i)`` and a replay of ``l``.
 2. When the backward of ``l`` finishes, each of ``c..l-1`` is kept, and has given output and set since (``both(i)``), or
    absent. The absent ones form gaps, which take ``gap(c', l')`` from then on, by induction.
-3. A gap whose first boundary is not held gets it from the stage before: a kept one that runs once more. Where that one
-   has its input from is not asked.
+3. A gap whose first boundary is not held gets it from the stage before: a kept one that runs once more, from an input
+   that is held or comes from the stage before in turn. What ends a gap may give its output by ``both``, not a replay.
 4. Each boundary counts once: whole if it is held, else as far as sets save it. What is left out only adds to it.
 5. Stages in different gaps are different, and the seconds of different stages add up.
 
-The same holds at the backward of any ``t`` in ``c..l``. The largest of all is taken. Sizes are rounded down.
+The same holds at the backward of any ``t`` in ``c..l``, and for the step at the first run of any ``t``, where what
+lingers counts and stages from ``t`` on take ``both`` at least. The largest of all is taken. Sizes are rounded down.
 
-**What it leaves out**, and so may be too low by: peaks of forwards, what lingers there, what one gap holds while
-another one runs again, host time of segments, states that they remember, skips that a gap must read. Saved skips are
-divided among their savers, and any holder of an input gives the least peak of a backward.
+**What it leaves out**, and so may be too low by: what one gap holds while another one runs again, peaks of reruns, host
+time of segments, states that they remember, skips that a gap must read. Saved skips are divided among their savers.
 
 **Inverted stages** are kept ones with a slower backward, beside whose set their input takes nothing: the backward
 rebuilds it for the set of the stage before alone. So no inverse gives a boundary that a gap or a rerun needs. Left out
@@ -63,7 +63,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from typing_extensions import Unpack
@@ -84,6 +84,7 @@ class LeastWay:
     input_bytes: int
     output_bytes: int  # saved part of the output; 0 for the last stage, since the caller holds it
     peak_bytes: int  # of the backward, whoever holds its input
+    held_peak_bytes: int  # of the backward if the stage before saved its input
     kept_seconds: float  # set and backward, beyond a run that gives the output
     last_seconds: float  # set and backward alone
     backward_seconds: float
@@ -95,8 +96,8 @@ class LeastWay:
 
     def moment_bytes(self, input_bytes: int, saved_before: int) -> int:
         """Bytes of the stage when its backward finishes, gradients included."""
-        saved_input_bytes = self.saved_input_bytes(input_bytes, saved_before)
-        return self.set_bytes + self.output_bytes + saved_input_bytes + self.peak_bytes
+        peak = self.held_peak_bytes if saved_before else self.peak_bytes
+        return self.set_bytes + self.output_bytes + self.saved_input_bytes(input_bytes, saved_before) + peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +109,26 @@ class LeastStage:
     recomputable: bool
     ways: tuple[LeastWay, ...]
     room_bytes: int  # for its backward and everything that is kept and held by then
+    forward_room_bytes: int  # for everything that is kept and held during its first run, its own input included
 
     @property
     def kept_seconds(self) -> float:
         """Least seconds of set and backward beyond a run that gives the output."""
         return min(way.kept_seconds for way in self.ways)
 
+    @property
+    def output_seconds(self) -> float:
+        """Least additional seconds of the end of a gap if it must give its output, too."""
+        return min(
+            way.kept_seconds + self.first_seconds - way.last_seconds if way.saves else self.first_seconds
+            for way in self.ways
+        )
 
-def least_stages(chain: Chain, budget_bytes: int, *, gradients_exist: bool = False) -> list[LeastStage]:
-    """The stages of a chain."""
+
+def least_stages(
+    chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
+) -> list[LeastStage]:
+    """The stages of a chain; arguments as for :func:`lightning_rotor.planning.plan`."""
     gradients = [
         0 if gradients_exist else min(option.parameter_gradient_bytes for option in stage.options) for stage in chain
     ]
@@ -124,6 +136,8 @@ def least_stages(chain: Chain, budget_bytes: int, *, gradients_exist: bool = Fal
     stages = []
     for index, stage in enumerate(chain):
         room = budget_bytes - chain.always_bytes - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
+        before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
+        peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
         first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
         stages.append(
             LeastStage(
@@ -135,6 +149,7 @@ def least_stages(chain: Chain, budget_bytes: int, *, gradients_exist: bool = Fal
                     for option in stage.options
                 ),
                 room_bytes=room,
+                forward_room_bytes=budget_bytes - before - peak,
             )
         )
     return stages
@@ -144,6 +159,8 @@ def _way(
     chain: Chain, index: int, option: Option, peaks: BackwardPeaks, first_seconds: float, shares: list[int]
 ) -> LeastWay:
     stage = chain.stages[index]
+    held = peaks.held_bytes
+    least = min(astuple(peaks)) if index else held  # the caller holds the chain's input
     saves, replay = option.saved_tensors > 0, option.again_seconds
     again = first_seconds + replay if stage.recomputable or not saves else math.inf
     again = min(option.forward_seconds, again)
@@ -152,7 +169,8 @@ def _way(
         set_bytes=option.saved_bytes + sum(shares[skip] for skip in option.saved_skips),
         input_bytes=option.saved_input_bytes,
         output_bytes=min(option.saved_output_bytes, stage.output_bytes) if index < len(chain) - 1 else 0,
-        peak_bytes=min(astuple(peaks)) if index else peaks.held_bytes,  # the caller holds the chain's input
+        peak_bytes=least,
+        held_peak_bytes=held,
         kept_seconds=again - first_seconds + option.backward_seconds,
         last_seconds=replay + option.backward_seconds,
         backward_seconds=option.backward_seconds,
@@ -169,8 +187,11 @@ def _shares_of_skips(chain: Chain) -> list[int]:
 # -------------------------------------------------------------------- the bound
 
 
-_Key: TypeAlias = tuple[int, bool]
-"""A boundary that is not held: the part of it that the stage before saves, and True if that stage makes it again."""
+_Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
+"""A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again.
+
+If it does as the end of a gap, the next gap must not begin there: the two would be one.
+"""
 
 # Sums for the gaps take 0.1 s. They decide the slots; long chains get shorter gaps rather than fewer slots.
 _SUMS = 5e7
@@ -189,101 +210,158 @@ def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditio
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
-        step: ``gradients_exist``, and ``lingering_bytes``, which no backward finds any more.
+        step: ``gradients_exist`` and ``lingering_bytes``.
     Returns:
         At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
-    stages = least_stages(chain, budget_bytes, gradients_exist=step.get("gradients_exist", False))
+    stages = least_stages(chain, budget_bytes, **step)
     n = len(stages)
     reach = min(n, max(int(math.sqrt(2 * _SUMS / (_LEAST_SLOTS * n))), 2))
     slots = max(min(int(2 * _SUMS / (n * reach**2)), _MOST_SLOTS), _LEAST_SLOTS)
     gaps: Seconds = np.full((n, n), math.inf)  # least seconds of every run of stages that can be one
-    for start in reversed(range(1, n - 1)):
-        cut = start + reach
-        _Knapsack(stages[:cut], gaps, budget_bytes, slots=slots).solve(start)
-        # Longer ones take at least the sum of their parts.
-        gaps[start, cut:] = gaps[start, cut - 1] + gaps[cut, cut:] if cut < n else math.inf
-    return _Knapsack(stages, gaps, budget_bytes, slots=_MOST_SLOTS).solve(0) * (1 - _ROUNDING)
+    if n > 2:
+        _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=range(1, n - 1), reach=reach).solve()
+        for first in reversed(range(n - reach)):  # longer ones: at least the sum of their parts
+            cut = first + reach
+            gaps[first, cut:] = gaps[first, cut - 1] + gaps[cut, cut:]
+    whole = _Knapsacks(stages, gaps, budget_bytes, slots=_MOST_SLOTS, starts=range(1), reach=n).solve()
+    return whole * (1 - _ROUNDING)
 
 
-class _Knapsack:
-    """Least seconds of the stages from a start to before each stage by the memory kept and held, an array in slots."""
+class _Knapsacks:
+    """Least seconds of the stages from ``c`` to before ``t`` by the memory kept and held, for some ``c`` and all ``t``.
 
-    def __init__(self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int) -> None:
-        self._stages, self._gaps = stages, gaps
+    A row of each array belongs to one ``c``, a column to an amount of memory in slots. Of ``gaps``, those that start at
+    one of the consecutive ``starts`` are filled in; the later ones must be there.
+    """
+
+    def __init__(
+        self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int, starts: range, reach: int
+    ) -> None:
+        self._stages = stages
+        self._gaps = gaps
         self._unit = max(budget_bytes / slots, 1.0)
         self._size = int(budget_bytes / self._unit) + 2
+        self._starts = starts
+        self._reach = reach
+        self._sources: dict[int, Seconds] = {}  # by stage: everything before it settled and its input there for a gap
+        self._best = np.zeros(len(starts))  # the largest bound of all moments so far, without first runs
+        self._first = np.zeros(len(starts))  # first runs so far
+        self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
 
-    def solve(self, start: int) -> float:
-        """Fill in the gaps that begin at a stage, later ones must be there; returns least seconds from there on."""
-        states: dict[_Key, Seconds] = {(0, True): np.zeros(self._size)}
-        sources: list[Seconds] = []  # by stage: everything before it settled and its input there for a gap
-        # The largest bound of all moments so far, without first runs, which are apart.
-        best = first = 0.0
-        unbroken = True  # every stage so far can be part of a gap
-        for index, stage in enumerate(self._stages[start:], start=start):
-            unbroken = unbroken and stage.recomputable
-            if unbroken:
-                before = self._gaps[start, index - 1] if index > start else 0.0
-                self._gaps[start, index] = self._gap(stage, states, before, first, best)
-            best = max(best + stage.kept_seconds, self._least(stage, states, lambda way: way.kept_seconds))
-            first += stage.first_seconds
-            states = self._next(index, states, sources)
-        return best + first
+    def solve(self) -> float:
+        """Fill in the gaps; returns least seconds from the first start on if the first runs there are the step's."""
+        states: dict[_Key, Seconds] = {}
+        forward = 0.0  # the largest bound of all first runs
+        for index in range(self._starts.start, len(self._stages)):
+            rows = self._rows(index)
+            if index in self._starts:
+                states.setdefault((0, "kept"), self._nothing())[rows.stop - 1] = 0.0
+            forward = max(forward, self._forward_moment(index, states)) + self._stages[index].kept_seconds
+            self._moment(index, rows, states)
+            states = self._next(index, rows, states)
+        return float(max(forward, self._best[0]) + self._first[0])
 
-    def _gap(
-        self, stage: LeastStage, states: dict[_Key, Seconds], before: float, first_seconds: float, best: float
-    ) -> float:
-        """Least seconds of a gap that ends with a stage; ``before`` of the one that ends before it."""
-        ends = self._least(stage, states, lambda way: way.last_seconds if way.saves else math.inf)
-        found = first_seconds + max(ends, best + min(way.last_seconds for way in stage.ways))
-        # Nothing runs for a stage that saves nothing: the gap ends before it.
-        free = min((way.last_seconds for way in stage.ways if not way.saves), default=math.inf)
-        return min(found, before + free)
+    def _rows(self, index: int) -> slice:
+        """Rows of the starts that can reach a stage."""
+        begin = max(index - self._reach + 1, self._starts.start)
+        return slice(begin - self._starts.start, min(index + 1, self._starts.stop) - self._starts.start)
 
-    def _least(self, stage: LeastStage, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]) -> float:
-        """Least seconds of the stage and of everything before it that fits beside its backward."""
-        least = math.inf
+    def _nothing(self) -> Seconds:
+        return np.full((len(self._starts), self._size), math.inf)
+
+    # ---------------------------------------------------------------- moments
+
+    def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
+        """Record the backward of a stage: gaps that end here, and the best of all moments."""
+        stage = self._stages[index]
+        kept = self._least(stage, rows, states, lambda way: way.kept_seconds)
+        first, best = self._first[rows], self._best[rows]
+        if stage.recomputable:
+            ends = self._least(stage, rows, states, lambda way: way.last_seconds if way.saves else math.inf)
+            last = min(way.last_seconds for way in stage.ways)
+            found = first + np.maximum(ends, best + last)
+            if not all(way.saves for way in stage.ways):
+                # Nothing runs for a stage that saves nothing: the gap ends before it.
+                before = self._gaps[self._starts.start :, index - 1][rows] if index else np.zeros_like(found)
+                free = min(way.last_seconds for way in stage.ways if not way.saves)
+                before = np.where(np.arange(len(before)) == index - self._starts.start - rows.start, 0.0, before)
+                found = np.minimum(found, before + free)
+            found[~self._unbroken[rows]] = math.inf
+            self._gaps[self._starts.start :][rows, index] = found
+        else:
+            self._unbroken[rows] = False
+        best = np.maximum(best + stage.kept_seconds, kept)
+        self._best[rows] = best
+        self._first[rows] = first + stage.first_seconds
+
+    def _least(
+        self, stage: LeastStage, rows: slice, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]
+    ) -> Seconds:
+        """By row, the least seconds of the stage and of everything before it that fits beside its backward."""
+        least = np.full(rows.stop - rows.start, math.inf)
         for way in stage.ways:
             for (saved, _), before in states.items():
                 room = stage.room_bytes - way.moment_bytes(stage.input_bytes, saved)
                 if room >= 0:
-                    column = min(math.ceil(room / self._unit), self._size - 1)
-                    least = min(least, float(before[column]) + seconds(way))
+                    np.minimum(least, before[rows, self._column(room)] + seconds(way), out=least)
         return least
 
-    def _next(self, index: int, states: dict[_Key, Seconds], sources: list[Seconds]) -> dict[_Key, Seconds]:
+    def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
+        """Least seconds from the first start on of what fits beside the first run of a stage, its input held."""
+        stage = self._stages[index]
+        room = stage.forward_room_bytes - stage.input_bytes
+        return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf
+
+    def _column(self, room_bytes: int) -> int:
+        return min(math.ceil(room_bytes / self._unit), self._size - 1)
+
+    # ---------------------------------------------------------------- from one boundary to the next
+
+    def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
         """States after a stage that is kept or that ends a gap."""
         stage = self._stages[index]
         held = self._nothing()
         for before in states.values():
-            self._put(held, before, stage.input_bytes, 0.0)
+            self._put(held, before, rows, stage.input_bytes, 0.0)
         source = held.copy()
-        for (saved, made), before in states.items():
-            if made:
-                self._put(source, before, saved, 0.0)
-        sources.append(source)
+        for (saved, again), before in states.items():
+            if again == "kept":
+                self._put(source, before, rows, saved, 0.0)
+        self._sources[index] = source
+        self._sources.pop(index - self._reach, None)
         after: dict[_Key, Seconds] = {}
         for way in stage.ways:
-            inputs = [(held, 0)]
-            inputs += [(each, way.saved_input_bytes(stage.input_bytes, saved)) for (saved, _), each in states.items()]
-            for made in (False, True) if stage.recomputable else (False,):
-                seconds = way.kept_seconds + made * stage.first_seconds
-                target = after.setdefault((way.output_bytes, made), self._nothing())
-                for before, input_bytes in inputs:
-                    self._put(target, before, way.set_bytes + input_bytes, seconds)
-        lost = after.setdefault((0, False), self._nothing())
-        for source, seconds in zip(sources, self._gaps[index + 1 - len(sources) : index + 1, index], strict=True):
-            if seconds < math.inf:
-                np.minimum(lost, source + seconds, out=lost)
+            lost = after.setdefault((way.output_bytes, "no"), self._nothing())
+            made = after.setdefault((way.output_bytes, "kept"), self._nothing())
+            both = [(True, held, 0)]
+            for (saved, again), before in states.items():
+                both.append((again != "no", before, way.saved_input_bytes(stage.input_bytes, saved)))
+            for available, before, input_bytes in both:
+                size = way.set_bytes + input_bytes
+                self._put(lost, before, rows, size, way.kept_seconds)
+                if available and stage.recomputable:
+                    self._put(made, before, rows, size, way.kept_seconds + stage.first_seconds)
+        if stage.recomputable:
+            gap = self._after_gaps(index)
+            lost = after.setdefault((0, "no"), self._nothing())
+            np.minimum(lost, gap, out=lost)
+            after[0, "gap"] = gap + stage.output_seconds
         return after
 
-    def _nothing(self) -> Seconds:
-        return np.full(self._size, math.inf)
+    def _after_gaps(self, last: int) -> Seconds:
+        """Least seconds up to a stage that ends a gap."""
+        least = self._nothing()
+        for first, source in self._sources.items():
+            seconds = self._gaps[first, last]
+            if seconds < math.inf:
+                rows = slice(self._rows(last).start, self._rows(first).stop)
+                np.minimum(least[rows], source[rows] + seconds, out=least[rows])
+        return least
 
-    def _put(self, into: Seconds, before: Seconds, size_bytes: int, seconds: float) -> None:
+    def _put(self, into: Seconds, before: Seconds, rows: slice, size_bytes: int, seconds: float) -> None:
         """Lower ``into`` to ``before`` with an addition of ``size_bytes`` and ``seconds``."""
         slots = int(size_bytes / self._unit)
         if slots < self._size:
-            target = into[slots:]
-            np.minimum(target, before[: self._size - slots] + seconds, out=target)
+            target = into[rows, slots:]
+            np.minimum(target, before[rows, : self._size - slots] + seconds, out=target)

@@ -61,7 +61,9 @@ hal-02352969, refined: gradients and temporaries count only while they are alive
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
@@ -75,6 +77,10 @@ from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_fo
 
 _log = logging.getLogger(__name__)
 
+# Columns and lengths of a block.
+_BLOCK = 16
+# Most threads: more wait for one another.
+_MOST_THREADS = 4
 # Least stages for compiled code: below, plain Python is faster than loading it.
 _COMPILED_STAGES = 60
 
@@ -209,16 +215,20 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 # -------------------------------------------------------------------- the table
 
 
-def solve(a: Requirements, t: Rows, begin: int, whole: Seconds) -> None:
-    """Fill intervals by last stage from ``begin`` on; those before must be there. ``whole`` gets the step's seconds."""
+def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
+    """Fill intervals by last stage and by length less one (half-open ranges); ``whole`` gets the step's seconds.
+
+    Shorter intervals of the same columns and of those before must be filled.
+    """
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
     target = np.empty(t.size)
-    for last in range(begin, len(a.endings)):
-        for length in range(last - a.outermost[last] + 1):
+    for last in range(columns[0], columns[1]):
+        for length in range(lengths[0], min(lengths[1], last - a.outermost[last] + 1)):
             solve_interval(a, t, last - length, last, splits, bodies, target)
-    whole[:] = np.inf
-    lower_to_row(whole, splits[0], 0.0)
+            if last == len(a.endings) - 1 and length == last:
+                whole[:] = np.inf
+                lower_to_row(whole, splits[0], 0.0)
 
 
 def solve_interval(
@@ -311,12 +321,28 @@ def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
 
 def lower_to_sums(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
     """Lower ``target`` to the sums of two rows and ``more``."""
-    target[:] = np.minimum(target, row + other + more)
+    np.minimum(target, row + other + more, out=target)
 
 
 def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
     """Lower ``target`` to a row and ``more``."""
-    target[:] = np.minimum(target, row + more)
+    np.minimum(target, row + more, out=target)
+
+
+def lower_to_sums_by_slot(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
+    """:func:`lower_to_sums` as it is compiled: loops need no memory for the sums."""
+    for m in range(len(target)):
+        seconds = row[m] + other[m] + more
+        if seconds < target[m]:
+            target[m] = seconds
+
+
+def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
+    """:func:`lower_to_row` as it is compiled."""
+    for m in range(len(target)):
+        seconds = row[m] + more
+        if seconds < target[m]:
+            target[m] = seconds
 
 
 class Table:
@@ -339,9 +365,23 @@ class Table:
         self.is_compiled = self._compiled is not None
         self._last_column_begins, self._floor = int(self.rows.used[-1]), 0
 
-    def solve(self, begin: int = 0) -> None:
-        """Fill the table from a column on."""
-        (self._compiled or solve)(self.requirements, self.rows, begin, self.seconds)
+    def solve(self) -> None:
+        """Fill the table, in compiled code block by block: those of a wave do not need each other."""
+        top = self._stages - 1
+        if self._compiled is None:
+            self._fill((0, top), (0, top))
+        else:
+            columns = [(begin, min(begin + _BLOCK, top)) for begin in range(0, top, _BLOCK)]
+            with ThreadPoolExecutor(min(_MOST_THREADS, _cores())) as pool:
+                for wave in range(2 * len(columns)):
+                    blocks = range(-(-wave // 2), min(wave + 1, len(columns)))
+                    lengths = [((wave - block) * _BLOCK, (wave - block + 1) * _BLOCK) for block in blocks]
+                    list(pool.map(self._fill, columns[blocks.start :], lengths))
+        self._fill((top, self._stages), (0, self._stages))
+
+    def _fill(self, columns: tuple[int, int], lengths: tuple[int, int]) -> None:
+        """Fill all intervals that end in some columns and have one of some lengths (less one)."""
+        (self._compiled or solve)(self.requirements, self.rows, columns, lengths, self.seconds)
 
     def solve_last_column(self, *, floor: int) -> None:
         """Fill again what ends with the last stage, unless it is so: keeping that stage must leave ``floor`` slots."""
@@ -352,7 +392,7 @@ class Table:
         np.maximum(least, taken + floor, out=least)
         self.requirements = self.requirements._replace(ended=ended)
         self.rows.used[-1] = self._last_column_begins
-        self.solve(self._stages - 1)
+        self._fill((self._stages - 1, self._stages), (0, self._stages))
 
 
 def _room_for(a: Requirements, size: int) -> Rows:
@@ -376,10 +416,11 @@ def compiled_solve() -> Callable[..., None] | None:
     except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
         _log.debug("long chains are planned without compilation: %s", error)
         return None
-    if getattr(numba.config, "DISABLE_JIT", False):  # it would run the same code as Python
+    if getattr(numba.config, "DISABLE_JIT", False):  # it would run the same code as Python, without the shortcuts
         return None
     names = dict(globals())
     functions = {name: each for name, each in names.items() if isinstance(each, FunctionType)}
+    functions |= {name: functions[f"{name}_by_slot"] for name in ("lower_to_sums", "lower_to_row")}
     try:
         for name, function in functions.items():
             # Copies find each other's compiled ones by name. Only the first is called from Python and kept on disk.
@@ -393,6 +434,11 @@ def compiled_solve() -> Callable[..., None] | None:
     if not any(Path(names["solve"].stats.cache_path).glob("dynamic_program.solve*.nbi")):
         _log.info("compiling the planner for long chains, which takes some seconds, once")
     return solve
+
+
+def _cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------- schedules: decisions found again, in O(n) per item
