@@ -7,7 +7,7 @@
                       forward)     guards)       cut)           one of them)   until the module changes)
 
 In: a module and the arguments of a call. Out: a cut, which binds the arguments of each call to the first value of its
-stages. Read ``cuts`` first, then ``recorder`` with ``operations``, ``external_state`` and ``writer``;
-``guards`` and ``size_guards`` say for which calls a recording holds; ``boundaries`` and ``graph_stage`` make stages of
-it; ``compiled`` is about modules that the user compiled.
+stages. Read ``cuts`` first, then ``recorder`` with ``operations`` and ``writer``; ``guards`` and
+``size_guards`` say for which calls a recording holds; ``boundaries`` and ``graph_stage`` make stages of it;
+``compiled`` is about modules that the user compiled.
 """

@@ -81,13 +81,11 @@ class CompiledModules:
 
     def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
         """The stage with these variants, to train with: the compiler gives up where it would for the user."""
-        variants = self.variants(stage, one_graph=False) if names else {}
+        variants = self.variants(stage, one_graph=False)
         return replace(stage, variants=tuple(variants[name] for name in names))
 
     def identity(self, module: nn.Module) -> tuple[Any, frozenset[str]]:
-        """A module's compilation settings, equal for equal ones; and the attributes that say nothing more."""
-        if not private.is_compiled(module):
-            return None, frozenset()
+        """A compiled module's settings, equal for equal ones; and the attributes that say nothing more."""
         try:
             number = self._number(_settings_of(module))
         except CannotRepeatError:

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.external_state import Closures
 from lightning_rotor.capture.graph_stage import OF
 from lightning_rotor.capture.guards import Call, CallGuards, Notes, Watch
 from lightning_rotor.capture.operations import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
-from lightning_rotor.capture.recorder import Recorder, Recording
+from lightning_rotor.capture.recorder import Closures, Recorder, Recording
 from lightning_rotor.capture.size_guards import first_difference, line_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed

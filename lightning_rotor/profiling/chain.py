@@ -40,7 +40,7 @@ from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
-from lightning_rotor.private.torch_names import HOOKS, STRUCTURE
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
@@ -348,7 +348,10 @@ class _Measuring:
             ),
         )
         variants = [[option.name for option in cost.options[1:] if not option.inverts] for cost in chain]
-        running = map(self._compiled.with_variants, self.stages, variants)
+        running = [
+            self._compiled.with_variants(stage, names) if names else stage
+            for stage, names in zip(self.stages, variants, strict=True)
+        ]
         states = tuple(each.profiler.state for each in self._chain)
         return Profile(chain, tuple(running), states, tuple(map(len, self._scan.groups)))
 
@@ -434,7 +437,7 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
     for name, module in stage.submodules():
         if isinstance(module, GraphSlice):
             continue
-        compiler, told = compiled.identity(module)
+        compiler, told = compiled.identity(module) if is_compiled(module) else (None, ())
         attributes = frozenset(
             (key, copies.of(value))
             for key, value in module.__dict__.items()
