@@ -37,7 +37,7 @@ from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit, format_bytes
 
-# -------------------------------------- The running step: its calls, and which of them wait for their backward together.
+# ------------------------------------- The running step: its calls, and which of them wait for their backward together.
 
 
 LOSS = "loss"
