@@ -218,7 +218,7 @@ class RotorCallback(pl.Callback):
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
     Several processes keep inside the least of their limits, DDP's buckets included, and run one plan where the planned
-    module communicates (:mod:`lightning_rotor.planned.loop`). Under FSDP2 each unit inside of the planned module is
+    module communicates (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is
     one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,

@@ -1,7 +1,7 @@
 """What is ready for which call of one module, its cut, costs and plan, and how a new call gets there.
 
 From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
-from those of measured sizes around it (:class:`.Measurements`); it is measured and planned.
+from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`); it is measured and planned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
     MOST_TIMED,
-    Measurements,
     PlanCache,
     Prepared,
     Record,
@@ -39,6 +38,7 @@ from lightning_rotor.planned.cache import (
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
 from lightning_rotor.planned.loop import Agreement
+from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
