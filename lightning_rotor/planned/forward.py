@@ -205,9 +205,6 @@ class PlannedForward:
         self._statistics = CopiedStatistics()
         self._caches = KeyValueCaches(module)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return inactive()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
 

@@ -1,7 +1,7 @@
 """What is ready for which call of one module, its cut, costs and plan, and how a new call gets there.
 
 From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
-from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`); it is measured and planned.
+from those of measured sizes around it (:class:`.Measurements`); it is measured and planned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 from weakref import ReferenceType
 
@@ -27,6 +27,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
     MOST_TIMED,
+    Measurements,
     PlanCache,
     Prepared,
     Record,
@@ -38,7 +39,6 @@ from lightning_rotor.planned.cache import (
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
 from lightning_rotor.planned.loop import Agreement
-from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -402,18 +402,6 @@ class Plans:
         self._cuts.forget()
 
 
-def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
-    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
-    alike = (
-        replace(plan, chain=chain)
-        for plan in plans
-        if plan.peak_bytes <= plan.budget_bytes == budget.available_bytes
-        and plan.conditions == budget.conditions
-        and _costs_the_same(plan.chain, chain)
-    )
-    return min(alike, key=attrgetter("seconds"), default=None)
-
-
 def _costs_the_same(one: Chain, other: Chain) -> bool:
     """True if two chains differ in the first stage's shapes alone, which say for what they are."""
     if one.stages[1:] != other.stages[1:]:
@@ -426,8 +414,6 @@ def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least: float, 
 
     Those behind one whose overhead is next to the ``least`` possible are not tried.
     """
-    if (known := _for_equal_costs(plans, chain, budget)) is not None:
-        return known
     limit_bytes, best = max(budget.available_bytes, 1), None
     unlike = {id(each): each for each in (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))}
     for each in list(unlike.values())[: 1 + _NEAREST]:

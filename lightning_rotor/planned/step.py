@@ -26,10 +26,9 @@ from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
-from lightning_rotor.planned.loop import Agreement, TrainingLoop
+from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules, Target, may_be_planned
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.ranks import meet
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
