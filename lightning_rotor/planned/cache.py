@@ -41,29 +41,18 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Everything that belongs to one input signature.
-
-    Attributes:
-        plan: None until there is one, and once it no longer holds.
-        estimated: True if the costs follow from those of other shapes.
-        runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
-        turn: Names of the modules whose calls wait for their backward meanwhile: behind others a call has another plan.
-        lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
-        rough_seconds: The same, where the costs may be much too high.
-        timed: Schedules that it has run under, with the overhead that was measured of each.
-        is_chosen: True if the user has chosen the schedule.
-    """
+    """Everything that belongs to one input signature."""
 
     profile: Profile
-    plan: Plan | None = None
+    plan: Plan | None = None  # until there is one, and once it no longer holds
     executor: Executor | None = None
-    estimated: bool = False
-    runs_plainly: bool = False
-    turn: Turn = ()
-    lost_seconds: float = 0.0
-    rough_seconds: float = 0.0
-    timed: tuple[tuple[Schedule, float], ...] = ()
-    is_chosen: bool = False
+    estimated: bool = False  # the costs follow from those of other shapes
+    runs_plainly: bool = False  # the plan recomputes nothing, and the module's own forward keeps inside it
+    turn: Turn = ()  # modules whose calls wait for their backward meanwhile: behind others a call has another plan
+    lost_seconds: float = 0.0  # at most, in each step, where the schedule is that of another size
+    rough_seconds: float = 0.0  # the same, where the costs may be much too high
+    timed: tuple[tuple[Schedule, float], ...] = ()  # schedules that it has run under, and their measured overheads
+    is_chosen: bool = False  # the user has chosen the schedule
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
@@ -242,8 +231,9 @@ class PlanCache:
 
 # ----------------------------------------------- Costs for sizes that were never measured, from those that were.
 #
-# Bytes and seconds of layers grow with the sizes of their input as polynomials whose coefficients are not negative: they
-# rise, and their curve bends upwards. So a line from a smaller to a larger measurement stays above the truth between::
+# Bytes and seconds of layers grow with the sizes of their input as polynomials whose coefficients are not negative:
+# they rise, and their curve bends upwards. So a line from a smaller to a larger measurement stays above the truth
+# between::
 #
 #     bytes │                ● measured
 #           │          x ·     the line, an upper bound

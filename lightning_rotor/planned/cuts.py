@@ -29,21 +29,13 @@ Modes: TypeAlias = tuple[tuple[bool, ...], tuple[tuple[bool, torch.dtype], ...]]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        shapes: Of the tensors that the chain takes, and the entries of sequences that it packs.
-        kinds: For each of them, type, device, and whether it requires a gradient.
-        cut: The stages.
-        autocast: For the CPU and for CUDA, whether it is on, and its type.
-        modes: Which modules train (dropout may be off), which parameters learn, and their types.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that the chain takes; behind them, entries of packed sequences
+    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]  # for each tensor, with whether a gradient is due
     cut: SequentialCut | GraphCut
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    modes: Modes
+    autocast: tuple[tuple[bool, torch.dtype], ...]  # for the CPU and for CUDA, whether it is on, and its type
+    modes: Modes  # which modules train (dropout may be off), which parameters learn, and their types
 
     @property
     def has_totals(self) -> bool:

@@ -156,20 +156,14 @@ _LONGEST_REASON = 300
 
 
 class StepCompute(AssumedValues):
-    """FLOPs of the forwards in one training step, counted while it runs.
-
-    Attributes:
-        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
-            with gradients enabled and flowing through its output.
-        calls: How often each of them runs.
-        assumed_values: How often the step asked for a value that a dry run cannot know.
-    """
+    """FLOPs of the forwards in one training step, counted while it runs, by dotted names of submodules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.total = 0
+        # Inside those that a plan could run: in training mode, with gradients enabled and flowing through the output.
         self.plannable: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # of these
         self._running: list[str] = []
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
@@ -265,32 +259,20 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 class TrainingLoop(Protocol):
-    """Trains a model. Adapters of frameworks say how.
-
-    Attributes:
-        may_be_whole: The model's own forward may be planned.
-        is_compiled: The model was compiled as a whole.
-        is_lead: This process speaks for all.
-        profiler_is_taken: The user wants torch's one profiler.
-        local_processes: Of this training, on this machine.
-        is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
-        wrapped: The model as the strategy has wrapped it.
-        gradients_linger: True if gradients of one step are there until after the next forward, and no longer.
-        steps: Of all optimizers so far.
-    """
+    """Trains a model. Adapters of frameworks say how."""
 
     model: nn.Module
-    may_be_whole: bool
-    is_compiled: bool
-    is_lead: bool
-    profiler_is_taken: bool
-    local_processes: int
-    is_trial: Callable[[], bool]
+    may_be_whole: bool  # the model's own forward may be planned
+    is_compiled: bool  # the model was compiled as a whole
+    is_lead: bool  # this process speaks for all
+    profiler_is_taken: bool  # the user wants torch's one profiler
+    local_processes: int  # of this training, on this machine
+    is_trial: Callable[[], bool]  # True while a tuner tries a batch size, and wants to hear of a lack of memory
     device: Callable[[], torch.device]
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    wrapped: Callable[[], nn.Module | None]
-    gradients_linger: Callable[[], bool]
-    steps: Callable[[], int]
+    wrapped: Callable[[], nn.Module | None]  # the model as the strategy has wrapped it
+    gradients_linger: Callable[[], bool]  # those of one step are there until after the next forward, and no longer
+    steps: Callable[[], int]  # of all optimizers so far
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""

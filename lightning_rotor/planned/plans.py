@@ -150,10 +150,7 @@ class Ceiling:
 
 
 class Plans:
-    """The plans of one module, or ``ModelError`` if it can be no chain.
-
-    ``name`` says where in the model it is.
-    """
+    """The plans of one module, or ``ModelError`` if it can be no chain; ``name`` says where in the model it is."""
 
     def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
         check_module(module)
@@ -326,7 +323,7 @@ class Plans:
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
-        budget, slots = self.budget(profile), self._settings.slots
+        budget = self.budget(profile)
         try:
             return self._solve(profile)
         except BudgetError as error:
@@ -334,7 +331,7 @@ class Plans:
                 self._source.on_infeasible(error)
             except BudgetError as refusal:
                 return refusal
-            return budget.least_plan(profile.chain, error, slots=slots)
+            return budget.least_plan(profile.chain, error, slots=self._settings.slots)
 
     def use_plan(self, signature: Signature, prepared: Prepared, plan: Plan) -> Prepared:
         """Run a call under a plan from now on."""
