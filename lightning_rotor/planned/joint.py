@@ -20,7 +20,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
+from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, bytes_kept
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
@@ -464,5 +464,4 @@ def _copied_bytes(calls: Iterable[Prepared]) -> int:
 
 def _demand(path: Path) -> int:
     """What a path holds if nothing is recomputed."""
-    known = [prepared.profile.chain for key in path if (prepared := key.prepared()) is not None]
-    return sum(stage.output_bytes + stage.keep.saved_bytes for chain in known for stage in chain)
+    return sum(bytes_kept(prepared.profile.chain) for key in path if (prepared := key.prepared()) is not None)

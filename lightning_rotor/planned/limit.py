@@ -339,7 +339,8 @@ def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_by
     return True
 
 
-def _bytes_of(chain: Chain) -> int:
+def bytes_kept(chain: Chain) -> int:
+    """What a chain holds if nothing is recomputed, at least 1."""
     return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
 
 
@@ -421,7 +422,7 @@ class StepLimit:
         own = self._known.get(chain.fingerprint)
         if own is not None:
             return own.size_bytes
-        size = _bytes_of(chain)
+        size = bytes_kept(chain)
         return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
 
     def correct(self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, may_grow: bool) -> bool:
@@ -447,7 +448,7 @@ class StepLimit:
     def _take_up(self, chain: Chain) -> ClosedLoop:
         """What is known of a chain, now used last."""
         size_bytes = self._correction_of(chain)
-        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
+        known = self._known.pop(chain.fingerprint, ClosedLoop(bytes_kept(chain), size_bytes))
         self._known[chain.fingerprint] = known
         if len(self._known) > _MOST_CHAINS:
             del self._known[next(iter(self._known))]
