@@ -8,8 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_rotor import BudgetError
-from lightning_rotor.planned.loop import Agreement
-from lightning_rotor.planned.ranks import communicates
+from lightning_rotor.planned.loop import Agreement, communicates
 from lightning_rotor.planning import minimum_budget
 from tests.rank_runs import MeanOfAll
 from tests.strategies import random_chain

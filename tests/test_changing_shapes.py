@@ -18,7 +18,7 @@ import lightning_rotor.planned.plans
 from lightning_rotor import Checkpointable, RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.planned import limit
-from lightning_rotor.planned.new_shapes import chain_at
+from lightning_rotor.planned.cache import chain_at
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule

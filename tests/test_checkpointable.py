@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,68 @@ def test_a_replaced_layer_and_a_hook_on_a_container_are_followed(batch: torch.Te
     received.square().sum().backward()
     assert module[1][0].weight.grad is not None
     assert calls
+
+
+FACTOR = 1.0
+
+
+class Scaled(nn.Module):
+    """Reads a global and an attribute, and has a mode and parameters: what a settled call is left for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 8)
+        self.dropout = nn.Dropout(0.3)
+        self.scale = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(torch.tanh(self.first(x)) * self.scale)
+        return self.last(torch.sigmoid(self.second(x)) * FACTOR)
+
+
+def plain_and_planned(module: nn.Module, net: Checkpointable, x: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """Output and gradients of a step without and with the plan, from the same seed."""
+    for forward in (partial(Scaled.forward, module), net):
+        module.zero_grad()
+        torch.manual_seed(3)
+        output = forward(x)
+        output.float().square().sum().backward()
+        gradients = {name: each.grad.clone() for name, each in module.named_parameters() if each.grad is not None}
+        yield gradients | {"output": output.detach(), "generator": torch.get_rng_state()}
+
+
+@pytest.mark.parametrize("change", ["mode", "learning", "attribute", "autocast", "shape", "global"])
+@pytest.mark.parametrize("ratio", [0.4, 2.0])  # with and without recomputation
+def test_a_settled_call_is_left_when_something_changes(
+    change: str, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module, x = Scaled(), torch.randn(64, 32)
+    probe = Checkpointable(module)
+    least = minimum_budget(probe.measure(x)).peak_bytes
+    net = Checkpointable(module, mem_limit=int(least + ratio * (keep_all_peak(probe) - least)))
+    for _ in range(16):  # a second plan, from the seconds of the first one, settles in the 15th call
+        assert_same_bits(*plain_and_planned(module, net, x))
+    cache = net._planned.plans.cache
+    before = cache.settled
+    assert before is not None
+    assert bool(net.plan.recomputed) == (ratio < 1)
+    assert before.prepared.runs_plainly == (ratio > 1)
+    match change:
+        case "mode":
+            module.dropout.eval()
+        case "learning":
+            module.second.weight.requires_grad_(False)
+        case "attribute":
+            module.scale = 3.0
+        case "shape":
+            x = torch.randn(48, 32)
+        case "global":
+            monkeypatch.setitem(globals(), "FACTOR", 0.5)
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
+            assert_same_bits(*plain_and_planned(module, net, x))
+        assert cache.settled is not before
 
 
 @contextmanager

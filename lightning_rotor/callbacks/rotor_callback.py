@@ -218,13 +218,12 @@ class RotorCallback(pl.Callback):
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
 
     Several processes keep inside the least of their limits, DDP's buckets included, and run one plan where the planned
-    module communicates (:mod:`lightning_rotor.planned.ranks`). Under FSDP2 each unit inside of the planned module is
-    one stage.
+    module communicates. Under FSDP2 each unit inside of the planned module is one stage.
 
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
-    ``measured_overhead_percent`` (from the second step on), ``budget_bytes``,
-    ``predicted_peak_bytes``, ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``measuring_seconds``,
-    ``planning_seconds``, ``recomputed_stages``.
+    ``measured_overhead_percent`` (from the second step on), ``budget_bytes``, ``predicted_peak_bytes``,
+    ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``measuring_seconds``, ``planning_seconds``,
+    ``recomputed_stages``.
     """
 
     def __init__(

@@ -28,16 +28,13 @@ from lightning_rotor.private.lightning_names import compiled_whole
 from lightning_rotor.private.torch_names import outside_of_graphs
 from lightning_rotor.stages.sequential import Stage
 
-# ----------------------------------------------------------------------------------------------------
-# A ``training_step`` that leaves nothing behind: run on a copy without values, and cut off from the Trainer.
+# ------------- A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
 
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
-    if (
-        compiled_whole(module) is not None
-    ):  # Lightning has put compiled methods of the original in the place of the copy's
+    if compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
     module.__dict__.update(

@@ -2,5 +2,5 @@
 
 In: modules, a limit and the first batch. Out: the modules' outputs, computed under plans from the first call on.
 Read ``step``, ``modules``, ``forward``, ``plans``, ``cuts`` and ``cache``; ``limit`` and ``joint`` for calls that share
-it; then ``new_shapes`` and ``ranks`` for what does not happen at every step.
+it; then ``loop``, the training around it and its other processes.
 """

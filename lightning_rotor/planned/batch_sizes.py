@@ -25,7 +25,7 @@ from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
-from lightning_rotor.planned.ranks import communicates
+from lightning_rotor.planned.loop import communicates
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.private.values import tensors_in, tree_map_only

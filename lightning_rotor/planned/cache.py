@@ -1,30 +1,35 @@
-"""The plans of one module, one for each signature of its input. Those used last stay."""
+"""What is known of one module for each signature of its input: plans, measurements, and what follows from those."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from lightning_rotor.capture.guards import ModuleFacts
-from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost, UnlikeChainsError, combined
 from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.executor import Executor, Stopwatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
+from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.meters import meter_for
 from lightning_rotor.profiling.seconds import unwatched_seconds
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
-from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.sequential import Stage, wiring_of
 
 Turn: TypeAlias = tuple[str, ...]
 _LEAST_FACTOR, _TINY = 0.5, 1e-9
@@ -36,29 +41,18 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Everything that belongs to one input signature.
-
-    Attributes:
-        plan: None until there is one, and once it no longer holds.
-        estimated: True if the costs follow from those of other shapes.
-        runs_plainly: True if the plan recomputes nothing, and the module's own forward keeps inside it.
-        turn: Names of the modules whose calls wait for their backward meanwhile: behind others a call has another plan.
-        lost_seconds: The most that a better plan would save in each step, where the schedule is that of another size.
-        rough_seconds: The same, where the costs may be much too high.
-        timed: Schedules that it has run under, with the overhead that was measured of each.
-        is_chosen: True if the user has chosen the schedule.
-    """
+    """Everything that belongs to one input signature."""
 
     profile: Profile
-    plan: Plan | None = None
+    plan: Plan | None = None  # until there is one, and once it no longer holds
     executor: Executor | None = None
-    estimated: bool = False
-    runs_plainly: bool = False
-    turn: Turn = ()
-    lost_seconds: float = 0.0
-    rough_seconds: float = 0.0
-    timed: tuple[tuple[Schedule, float], ...] = ()
-    is_chosen: bool = False
+    estimated: bool = False  # the costs follow from those of other shapes
+    runs_plainly: bool = False  # the plan recomputes nothing, and the module's own forward keeps inside it
+    turn: Turn = ()  # modules whose calls wait for their backward meanwhile: behind others a call has another plan
+    lost_seconds: float = 0.0  # at most, in each step, where the schedule is that of another size
+    rough_seconds: float = 0.0  # the same, where the costs may be much too high
+    timed: tuple[tuple[Schedule, float], ...] = ()  # schedules that it has run under, and their measured overheads
+    is_chosen: bool = False  # the user has chosen the schedule
 
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
@@ -212,8 +206,9 @@ class PlanCache:
 
     def settle(self, signature: Signature, prepared: Prepared, facts: ModuleFacts | None) -> None:
         """Note the call that came last, if nothing about its entry may change by itself; facts are of its module."""
-        may_change = prepared.lost_seconds or prepared.rough_seconds or not prepared.is_settled or signature.has_totals
-        self.settled = None if facts is None or may_change else Settled(facts, signature, prepared)
+        may_improve = prepared.lost_seconds or prepared.rough_seconds or signature.has_totals
+        stays = not may_improve and (prepared.is_settled or prepared.runs_plainly)
+        self.settled = Settled(facts, signature, prepared) if facts is not None and stays else None
 
     def drop(self, keep: Callable[[Signature], bool]) -> None:
         """Forget signatures that no call can have any more."""
@@ -235,6 +230,150 @@ class PlanCache:
         self._prepared.clear()
 
 
+# ----------------------------------------------- Costs for sizes that were never measured, from those that were.
+#
+# Bytes and seconds of layers grow with the sizes of their input as polynomials whose coefficients are not negative:
+# they rise, and their curve bends upwards. So a line from a smaller to a larger measurement stays above the truth
+# between::
+#
+#     bytes │                ● measured
+#           │          x ·     the line, an upper bound
+#           │      ·   o       what the size in between takes
+#           │  ●     measured
+#           └──────────┴───── length
+#
+# A smaller measurement alone is a bound as well, times the cube of the growth: nothing grows faster than batch times
+# length squared. What is half as large again as all that was measured is measured itself.
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+_MOST_MEASURED = 32
+_TOLERANCE = 1e-9
+_DEGREE = 3
+_MOST_GROWTH = 1.5
+# Bounds from measurements this near are not much too high: at most 1.33 times the truth, 1.04 times between two.
+_NEAR_GROWTH = 1.1
+_NEAR_SPAN = 1.5
+
+
+class Measurements:
+    """The measured signatures of one module, those measured last."""
+
+    def __init__(self) -> None:
+        self._known: dict[Signature, Profile] = {}
+
+    def add(self, signature: Signature, profile: Profile) -> None:
+        """Remember what was measured."""
+        self._known.pop(signature, None)
+        # For other shapes, and as it is for the next smaller ones: equal stages are then the same objects.
+        bare = tuple(replace(stage, takes=()) for stage in profile.chain)
+        self._known[signature] = replace(profile, chain=replace(profile.chain, stages=bare))
+        for oldest in list(self._known)[:-_MOST_MEASURED]:
+            del self._known[oldest]
+
+    def drop(self, keep: Callable[[Signature], bool]) -> None:
+        """Forget signatures of layers that are gone."""
+        self._known = {signature: profile for signature, profile in self._known.items() if keep(signature)}
+
+    def estimate(self, signature: Signature) -> tuple[Profile, bool] | None:
+        """Costs at least as high as would be measured, and True if they are not much higher; None if it must be."""
+        wanted = signature.family
+        family = [known for known in self._known if known.family == wanted]
+        found = chain_at(signature.shapes, [(known.shapes, self._known[known].chain) for known in family])
+        if found is None:
+            return None
+        chain, number, is_close = found
+        known = family[number]
+        profile = self._known[known]
+        try:
+            first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
+            chain = replace(chain, stages=(first, *chain.stages[1:]))
+            if known.cut is signature.cut:
+                return replace(profile, chain=chain), is_close
+            sizes, remembered = profile.group_sizes, profile.remembered
+            return profile_over(signature.cut.stages, chain, group_sizes=sizes, remembered=remembered), is_close
+        except (ValueError, IndexError):
+            return None
+
+
+def chain_at(wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]) -> tuple[Chain, int, bool] | None:
+    """The least bound for shapes, the number of its measurement, and True if near; None if all are much smaller."""
+    # Many are possible, and only the best is put together.
+    for _, is_far, number, chain in sorted(_bounds(wanted, known), key=itemgetter(0, 1)):
+        with suppress(UnlikeChainsError):  # two that differ in more than sizes
+            return chain(), number, not is_far
+    return None
+
+
+def _bounds(
+    wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]
+) -> Iterator[tuple[float, bool, int, Callable[[], Chain]]]:
+    """Bytes of each bound, True if it may be much too high, the number of its smaller measurement, and its costs."""
+    totals = [_total_bytes(chain) for _, chain in known]
+    for number, (shapes, chain) in enumerate(known):
+        growth = _growth(shapes, wanted)
+        if growth <= _MOST_GROWTH:
+            factor = growth**_DEGREE
+            is_near = growth <= _NEAR_GROWTH and _growth(wanted, shapes) <= _NEAR_GROWTH
+            yield totals[number] * factor, not is_near, number, partial(_scaled, chain, factor)
+        for larger, (above, costs) in enumerate(known) if growth > 1 else ():
+            share = _share(shapes, wanted, above)
+            if share is not None:
+                total_bytes = totals[number] + share * max(0, totals[larger] - totals[number])
+                is_far = _growth(shapes, above) > _NEAR_SPAN
+                yield total_bytes, is_far, number, partial(_between, chain, costs, share)
+
+
+def _growth(shapes: Shapes, wanted: Shapes) -> float:
+    """Factor by which some dimension is larger; 1 if none is. No row costs no more than one row."""
+    return max([1.0, *(size / max(least, 1) for least, size in zip(_flat(shapes), _flat(wanted), strict=True))])
+
+
+def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
+    """Position of the wanted shapes between two others, from 0 to 1; None if they do not lie in between."""
+    share = 0.0
+    for least, size, most in zip(_flat(smaller), _flat(wanted), _flat(larger), strict=True):
+        if not least <= size <= most:
+            return None
+        if most > least:
+            share = max(share, (size - least) / (most - least))
+    return share
+
+
+def _flat(shapes: Shapes) -> list[int]:
+    return [size for shape in shapes for size in shape]
+
+
+def _scaled(chain: Chain, factor: float) -> Chain:
+    if factor == 1.0:  # as for every size below all measured ones
+        return chain
+    return combined(
+        [chain],
+        of_bytes=lambda values: math.ceil(values[0] * factor - _TOLERANCE),
+        of_seconds=lambda values: values[0] * factor,
+    )
+
+
+def _between(smaller: Chain, larger: Chain, share: float) -> Chain:
+    def line(values: Sequence[float]) -> float:
+        return values[0] + share * max(0, values[1] - values[0])
+
+    return combined([smaller, larger], of_bytes=lambda values: math.ceil(line(values) - _TOLERANCE), of_seconds=line)
+
+
+def _total_bytes(chain: Chain) -> int:
+    return sum(stage.output_bytes + stage.keep.saved_bytes + stage.keep.backward_peak_bytes for stage in chain)
+
+
+def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
+    """Tensors that the first stage reads, for which a plan is made."""
+    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=False))
+    reads = wiring_of(stages).wire.reads
+    if len(reads) != len(names):  # one value that holds several
+        return names
+    return tuple(name for read, name in zip(reads, names, strict=True) if read in stages[0].reads)
+
+
 # --------------- Measurements and plans as plain types, so that a checkpoint can hold them, and back on the same model.
 
 
@@ -253,9 +392,9 @@ def model_fingerprint(module: nn.Module) -> str:
 
 def call_fingerprint(signature: Signature, variants: str) -> str:
     """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
-    device, modes = signature.device, signature.modes
+    device = signature.device
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    settings = signature.shapes, signature.kinds, (signature.autocast, modes.training, modes.learning)
+    settings = signature.shapes, signature.kinds, (signature.autocast, *signature.modes)
     names = [stage.name for stage in signature.cut.stages]
     return _digest((names, (settings, variants), machine, torch.__version__))
 

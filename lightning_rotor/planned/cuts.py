@@ -6,8 +6,8 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,39 +24,18 @@ from lightning_rotor.stages.sequential import is_plain_stock
 
 _log = logging.getLogger(__name__)
 _MANY_CUTS = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Modes:
-    """Which modules train (dropout may be off), which parameters learn, and their types. Many, so hashed once."""
-
-    training: tuple[bool, ...]
-    learning: tuple[tuple[bool, torch.dtype], ...]
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.training, self.learning)))
-
-    def __hash__(self) -> int:
-        return self._hash
+Modes: TypeAlias = tuple[tuple[bool, ...], tuple[tuple[bool, torch.dtype], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a plan is made for.
+    """What a plan is made for."""
 
-    Attributes:
-        shapes: Of the tensors that the chain takes, and the entries of sequences that it packs.
-        kinds: For each of them, type, device, and whether it requires a gradient.
-        cut: The stages.
-        autocast: For the CPU and for CUDA, whether it is on, and its type.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors that the chain takes; behind them, entries of packed sequences
+    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]  # for each tensor, with whether a gradient is due
     cut: SequentialCut | GraphCut
-    autocast: tuple[tuple[bool, torch.dtype], ...]
-    modes: Modes
+    autocast: tuple[tuple[bool, torch.dtype], ...]  # for the CPU and for CUDA, whether it is on, and its type
+    modes: Modes  # which modules train (dropout may be off), which parameters learn, and their types
 
     @property
     def has_totals(self) -> bool:
@@ -192,7 +171,7 @@ class KnownCuts:
         """Signature of a bound call."""
         tensors = tensors_in(value)
         if self._modes is None:
-            self._modes = Modes(
+            self._modes = (
                 tuple(module.training for module in self._submodules or ()),
                 tuple((parameter.requires_grad, parameter.dtype) for parameter in self._module.parameters()),
             )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,7 +46,6 @@ from lightning_rotor.units import format_bytes
 # ------------------------------ Out of memory inside a planned forward: what to say, and how it can run a second time.
 
 _log = logging.getLogger(__name__)
-_RSS_UNIT = 1 if platform.system() == "Darwin" else 1024
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -129,20 +127,9 @@ def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, p
     """
     return (
         f"out of memory inside mem_limit {format_bytes(limit_bytes)}: the plan was to peak at "
-        f"{format_bytes(predicted_bytes)}; {_actual_peak()}. {reason}. Set mem_limit to less than what the device "
+        f"{format_bytes(predicted_bytes)}. {reason}. Set mem_limit to less than what the device "
         f"really has for this process, lower the batch size, or free what others hold there. torch said: {failure}"
     )
-
-
-def _actual_peak() -> str:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return f"the allocator has given out {format_bytes(torch.cuda.max_memory_allocated())} at most"
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        return "the actual peak is not known here"
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
-    return f"the whole process has had {format_bytes(resident)} in memory at most"
 
 
 # -------------------------------------------------------------------- The forward.
@@ -204,9 +191,6 @@ class PlannedForward:
         self._module, self._source = module, source
         self._statistics = CopiedStatistics()
         self._caches = KeyValueCaches(module)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return inactive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()

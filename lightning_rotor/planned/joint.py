@@ -20,7 +20,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step
+from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, bytes_kept
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
@@ -33,13 +33,11 @@ from lightning_rotor.simulator import Event, Simulation, simulate
 class StepPlan(Plan):
     """A plan for several calls, in the order of their forwards.
 
-    Attributes:
-        names: Of the modules that are called.
-        calls: Their plans. The budget of each is what it may use beyond what is there when its forward begins, or its
-            peak alone, whose output nobody gives up before the backward.
+    The budget of each call is what it may use beyond what is there when its forward begins, or its peak alone, whose
+    output nobody gives up before the backward.
     """
 
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of the modules that are called
     calls: tuple[Plan, ...] = ()
 
     @classmethod
@@ -58,19 +56,12 @@ class StepPlan(Plan):
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """What the process takes around a call of a step beyond what the calls' chains say, in bytes.
+    """What the process takes around a call of a step beyond what the calls' chains say, in bytes."""
 
-    Attributes:
-        forward_bytes: While the call runs.
-        behind_bytes: Peak of the user's code behind it.
-        backward_bytes: While its backward runs.
-        loss_bytes: Peak in the backward of the user's code behind it; read of the last call only.
-    """
-
-    forward_bytes: int = 0
-    behind_bytes: int = 0
-    backward_bytes: int = 0
-    loss_bytes: int = 0
+    forward_bytes: int = 0  # while the call runs
+    behind_bytes: int = 0  # peak of the user's code behind it
+    backward_bytes: int = 0  # while its backward runs
+    loss_bytes: int = 0  # peak in the backward of the user's code behind it; read of the last call only
 
 
 def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
@@ -473,5 +464,4 @@ def _copied_bytes(calls: Iterable[Prepared]) -> int:
 
 def _demand(path: Path) -> int:
     """What a path holds if nothing is recomputed."""
-    known = [prepared.profile.chain for key in path if (prepared := key.prepared()) is not None]
-    return sum(stage.output_bytes + stage.keep.saved_bytes for chain in known for stage in chain)
+    return sum(bytes_kept(prepared.profile.chain) for key in path if (prepared := key.prepared()) is not None)

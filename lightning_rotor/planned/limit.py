@@ -37,7 +37,7 @@ from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit, format_bytes
 
-# ------------------------------------- The running step: its calls, and which of them wait for their backward together.
+# ------------------------------------ The running step: its calls, and which of them wait for their backward together.
 
 
 LOSS = "loss"
@@ -93,25 +93,16 @@ class CallKey:
 
 @dataclass(slots=True)
 class Step:
-    """The running step, with the batch as it was given; ``is_over`` once its optimizer has stepped.
-
-    Attributes:
-        batch: The tensors of the batch, and ``is_first`` if no optimizer has stepped before; None until somebody asks.
-        paths: Calls that wait for their backward together, in the order of their forwards; the running one is last.
-        numbers: Of its calls, from 0 on.
-        is_shared: A call was planned with a part of what is left, because others were to come.
-        other_bytes: What else a GPU's allocator had given out when the first forward began.
-        missing: What later steps will hold besides, in forwards and in backwards.
-    """
+    """The running step, with the batch as it was given; ``is_over`` once its optimizer has stepped."""
 
     given: Any
-    batch: list[torch.Tensor] = field(default_factory=list)
-    is_first: bool | None = None
-    paths: list[tuple[Call, ...]] = field(default_factory=list)
-    numbers: dict[Call, int] = field(default_factory=dict)
-    is_shared: bool = False
-    other_bytes: int | None = None
-    missing: tuple[int, int] = (0, 0)
+    batch: list[torch.Tensor] = field(default_factory=list)  # its tensors; empty until somebody asks
+    is_first: bool | None = None  # no optimizer has stepped before; None until somebody asks
+    paths: list[tuple[Call, ...]] = field(default_factory=list)  # calls that wait together; the running one is last
+    numbers: dict[Call, int] = field(default_factory=dict)  # of its calls, from 0 on
+    is_shared: bool = False  # a call was planned with a part of what is left, because others were to come
+    other_bytes: int | None = None  # what else a GPU's allocator had given out when the first forward began
+    missing: tuple[int, int] = (0, 0)  # what later steps will hold besides, in forwards and in backwards
     is_over: bool = False
 
     @property
@@ -155,18 +146,14 @@ _STEPS = 3
 class StepWatch:
     """Measures a few steps of training after each plan, then leaves training alone.
 
-    Attributes:
-        peak_bytes: The allocator's peak in the step measured last, what was there before included; None before it.
-        reserved_bytes: Most that a GPU's caching allocator had reserved in that step; None on the CPU.
-        backward_peak_bytes: The peak until the optimizer's step, the only part that a plan can change.
-        phases: Of that step, up to there, in order, with what was there before it.
+    Peaks are of the step measured last, and include what was there before it.
     """
 
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
-        self.reserved_bytes: int | None = None
-        self.backward_peak_bytes = 0
-        self.phases: list[MeteredPhase] = []
+        self.reserved_bytes: int | None = None  # the most by a GPU's caching allocator; None on the CPU
+        self.backward_peak_bytes = 0  # until the optimizer's step, the only part that a plan can change
+        self.phases: list[MeteredPhase] = []  # up to there, in order
         self._left = 0
         self._meter: StepMeter | None = None
         self._base_bytes = 0
@@ -352,7 +339,8 @@ def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_by
     return True
 
 
-def _bytes_of(chain: Chain) -> int:
+def bytes_kept(chain: Chain) -> int:
+    """What a chain holds if nothing is recomputed, at least 1."""
     return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
 
 
@@ -434,7 +422,7 @@ class StepLimit:
         own = self._known.get(chain.fingerprint)
         if own is not None:
             return own.size_bytes
-        size = _bytes_of(chain)
+        size = bytes_kept(chain)
         return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
 
     def correct(self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, may_grow: bool) -> bool:
@@ -460,7 +448,7 @@ class StepLimit:
     def _take_up(self, chain: Chain) -> ClosedLoop:
         """What is known of a chain, now used last."""
         size_bytes = self._correction_of(chain)
-        known = self._known.pop(chain.fingerprint, ClosedLoop(_bytes_of(chain), size_bytes))
+        known = self._known.pop(chain.fingerprint, ClosedLoop(bytes_kept(chain), size_bytes))
         self._known[chain.fingerprint] = known
         if len(self._known) > _MOST_CHAINS:
             del self._known[next(iter(self._known))]

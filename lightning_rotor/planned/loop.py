@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,16 +18,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import flop_registry
 
-from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
+from lightning_rotor.errors import BudgetError, ProfilingError, RotorError, RotorWarning, ScheduleError
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.private.sharding import messages_bytes
 from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.units import MemoryLimit
+from lightning_rotor.simulator import simulate
+from lightning_rotor.units import MemoryLimit, format_bytes
 
 Told = TypeVar("Told")
 
@@ -51,6 +54,100 @@ class Agreement:
         return outcome
 
 
+class JointPlans(Agreement):
+    """One plan for processes whose planned module communicates: SyncBatchNorm, DTensors, all_reduce.
+
+    They run it in lockstep anyway, and a recomputation communicates again. So at each forward they ask each other
+    whether all have the same schedule for it. If not, all plan together, measure first if anyone must, and run the plan
+    of the one with least room, ``beyond`` the budget if so told. Where a module computes by itself (DDP), each process
+    plans for itself. Their ``group`` takes tensors on the CPU, so that no device is waited for.
+    """
+
+    together = True
+
+    def __init__(self, group: Any, *, beyond: bool = False) -> None:
+        self._group, self._beyond = group, beyond
+
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in any process: one number goes round."""
+        found = torch.tensor(int(is_so))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return bool(found)
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if all processes have the same schedule: a number that names it goes round, and its negative."""
+        number = 0 if schedule is None else int.from_bytes(hashlib.sha256(str(schedule).encode()).digest()[:7], "big")
+        found = torch.tensor((number, -number))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return number > 0 and found.tolist() == [number, -number]
+
+    def settle(self, outcome: Plan | BudgetError) -> Plan:
+        """The plan of the process whose batch leaves the least room; ``RotorError`` if it does not fit all."""
+        told: Any = outcome
+        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
+            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+        outcomes = self._told_by_all(told)
+        failures = [told for told in outcomes if isinstance(told, BudgetError)]
+        if failures:
+            raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
+        assert isinstance(outcome, Plan)
+        if len({schedule for _, schedule in outcomes}) == 1:
+            return outcome
+        _, schedule = max(outcomes)
+        # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
+        excess = self._told_by_all(_excess_bytes(outcome, schedule))
+        if None in excess or (max(excess) > 0 and not self._beyond):
+            raise RotorError(
+                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
+                f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
+                "them, since the planned module communicates"
+            )
+        settled = _under(outcome, schedule)
+        return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
+
+    def _told_by_all(self, told: Any) -> list[Any]:
+        heard: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(heard, told, group=self._group)
+        return heard
+
+
+def meet(model: nn.Module, *, beyond: bool) -> Agreement:
+    """How processes agree on plans for a model. Each waits for all."""
+    return JointPlans(dist.new_group(backend="gloo"), beyond=beyond) if communicates(model) else Agreement()
+
+
+def _under(plan: Plan, schedule: str) -> Plan:
+    """The same plan with another schedule; a ``ScheduleError`` if that does not belong to its chain."""
+    parsed = Schedule.parse(schedule)
+    return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
+
+
+def _excess_bytes(plan: Plan, schedule: str) -> int | None:
+    """Bytes by which another process' schedule exceeds this plan's budget, or None if it is not for such a chain."""
+    try:
+        return max(_under(plan, schedule).peak_bytes - plan.budget_bytes, 0)
+    except ScheduleError:
+        return None
+
+
+_NAMES = {
+    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "reduce_scatter_tensor"),
+}
+
+
+def communicates(module: nn.Module) -> bool:
+    """True if a module's forward waits for other processes, as its layers, parameters and code tell."""
+    return any(map(_is_collective, module.modules())) or any(
+        hasattr(parameter, "device_mesh") for parameter in module.parameters()
+    )
+
+
+def _is_collective(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return isinstance(module, nn.SyncBatchNorm) or (code is not None and not _NAMES.isdisjoint(code.co_names))
+
+
 # ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
 
 # A loop that waits for a value would never end, since values do not change.
@@ -59,20 +156,14 @@ _LONGEST_REASON = 300
 
 
 class StepCompute(AssumedValues):
-    """FLOPs of the forwards in one training step, counted while it runs.
-
-    Attributes:
-        plannable: By dotted name of a submodule, those inside its forwards that a plan could run: in training mode,
-            with gradients enabled and flowing through its output.
-        calls: How often each of them runs.
-        assumed_values: How often the step asked for a value that a dry run cannot know.
-    """
+    """FLOPs of the forwards in one training step, counted while it runs, by dotted names of submodules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.total = 0
+        # Inside those that a plan could run: in training mode, with gradients enabled and flowing through the output.
         self.plannable: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()  # of these
         self._running: list[str] = []
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
@@ -168,32 +259,20 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 class TrainingLoop(Protocol):
-    """Trains a model. Adapters of frameworks say how.
-
-    Attributes:
-        may_be_whole: The model's own forward may be planned.
-        is_compiled: The model was compiled as a whole.
-        is_lead: This process speaks for all.
-        profiler_is_taken: The user wants torch's one profiler.
-        local_processes: Of this training, on this machine.
-        is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
-        wrapped: The model as the strategy has wrapped it.
-        gradients_linger: True if gradients of one step are there until after the next forward, and no longer.
-        steps: Of all optimizers so far.
-    """
+    """Trains a model. Adapters of frameworks say how."""
 
     model: nn.Module
-    may_be_whole: bool
-    is_compiled: bool
-    is_lead: bool
-    profiler_is_taken: bool
-    local_processes: int
-    is_trial: Callable[[], bool]
+    may_be_whole: bool  # the model's own forward may be planned
+    is_compiled: bool  # the model was compiled as a whole
+    is_lead: bool  # this process speaks for all
+    profiler_is_taken: bool  # the user wants torch's one profiler
+    local_processes: int  # of this training, on this machine
+    is_trial: Callable[[], bool]  # True while a tuner tries a batch size, and wants to hear of a lack of memory
     device: Callable[[], torch.device]
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    wrapped: Callable[[], nn.Module | None]
-    gradients_linger: Callable[[], bool]
-    steps: Callable[[], int]
+    wrapped: Callable[[], nn.Module | None]  # the model as the strategy has wrapped it
+    gradients_linger: Callable[[], bool]  # those of one step are there until after the next forward, and no longer
+    steps: Callable[[], int]  # of all optimizers so far
 
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""

@@ -1,7 +1,7 @@
 """What is ready for which call of one module, its cut, costs and plan, and how a new call gets there.
 
 From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
-from those of measured sizes around it (:mod:`lightning_rotor.planned.new_shapes`); it is measured and planned.
+from those of measured sizes around it (:class:`.Measurements`); it is measured and planned.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
     MOST_TIMED,
+    Measurements,
     PlanCache,
     Prepared,
     Record,
@@ -38,7 +39,6 @@ from lightning_rotor.planned.cache import (
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
 from lightning_rotor.planned.loop import Agreement
-from lightning_rotor.planned.new_shapes import Measurements
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -150,10 +150,7 @@ class Ceiling:
 
 
 class Plans:
-    """The plans of one module, or ``ModelError`` if it can be no chain.
-
-    ``name`` says where in the model it is.
-    """
+    """The plans of one module, or ``ModelError`` if it can be no chain; ``name`` says where in the model it is."""
 
     def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
         check_module(module)
@@ -326,7 +323,7 @@ class Plans:
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
-        budget, slots = self.budget(profile), self._settings.slots
+        budget = self.budget(profile)
         try:
             return self._solve(profile)
         except BudgetError as error:
@@ -334,7 +331,7 @@ class Plans:
                 self._source.on_infeasible(error)
             except BudgetError as refusal:
                 return refusal
-            return budget.least_plan(profile.chain, error, slots=slots)
+            return budget.least_plan(profile.chain, error, slots=self._settings.slots)
 
     def use_plan(self, signature: Signature, prepared: Prepared, plan: Plan) -> Prepared:
         """Run a call under a plan from now on."""

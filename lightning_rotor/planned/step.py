@@ -26,10 +26,9 @@ from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
-from lightning_rotor.planned.loop import Agreement, TrainingLoop
+from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
 from lightning_rotor.planned.modules import PlannedModule, PlannedModules, Target, may_be_planned
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.ranks import meet
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
@@ -39,12 +38,8 @@ from lightning_rotor.units import MemoryLimit
 class StepPlanner(BudgetSource):
     """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
 
-    Args:
-        limit: For the whole process, as the user gave it.
-        names: Dotted names of the modules to plan, or None for all with much of the compute.
-        beyond: Where no plan fits, train with the one that takes least, and say so.
-        saved: What an earlier training has left in ``saved``: plain types alone, so that checkpoints load with
-            ``weights_only=True``.
+    ``names`` are dotted ones, or None for all with much of the compute. Where no plan fits, ``beyond`` trains with the
+    one that takes least. ``saved`` is what an earlier training has left there, in plain types for ``weights_only``.
     """
 
     def __init__(
@@ -132,9 +127,8 @@ class StepPlanner(BudgetSource):
         """Plan calls that were alive together as one, by what the step has shown."""
         if not self.ranks.any(is_measured) and all(map(self._paths.running, step.paths)):
             return
-        phases = self.watch.phases if is_measured else []
         exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
-        self._paths.follow(step, phases, exceeds=exceeds)
+        self._paths.follow(step, self.watch.phases if is_measured else [], exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
             return
@@ -156,8 +150,7 @@ class StepPlanner(BudgetSource):
 
     def _exceeded(self, peak_bytes: int) -> None:
         """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
-        if self.plan is None:
-            return
+        assert self.plan is not None
         self.watch.give_up()
         self.limit.exceeded(peak_bytes, self.plan.calls)
 
