@@ -257,7 +257,6 @@ def test_a_settled_call_is_left_when_something_changes(
     before = cache.settled
     assert before is not None
     assert bool(net.plan.recomputed) == (ratio < 1)
-    assert before.prepared.runs_plainly == (ratio > 1)
     match change:
         case "mode":
             module.dropout.eval()
