@@ -68,8 +68,7 @@ def pipelined(
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
     ``call`` is a micro-batch's, under settings as in training; ``memory_bytes`` is what the stages may take of this
-    process's device; ``state_bytes`` says by stage what training keeps beside gradients. Errors are raised on every
-    process.
+    process's device; ``state_bytes`` says by stage what training keeps beside gradients.
     """
     if not tensors_in(call):
         raise PipelineError(

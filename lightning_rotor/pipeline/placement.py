@@ -124,10 +124,7 @@ class _Slot(NamedTuple):
 
 
 class Placement:
-    """Which process of a pipeline has which tensors of a model.
-
-    A PipelineError says that two pipeline stages share a parameter, or one shares it with modules outside.
-    """
+    """Which process of a pipeline has which tensors of a model; a PipelineError if a parameter is in two places."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:
         self._device, self._group = processes.device, processes.group

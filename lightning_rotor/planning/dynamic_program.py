@@ -346,13 +346,9 @@ def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
 
 
 class Table:
-    """Least seconds for every interval and every memory of ``0 .. slots``.
+    """Least seconds for every interval and memory of ``0 .. slots``, in ``seconds`` those of the whole step.
 
     By default compiled code fills it for long chains where Numba is installed; the numbers are the same.
-
-    Attributes:
-        seconds: Least seconds of the whole step by memory; infinite where nothing fits. Never increases.
-        is_compiled: Compiled code fills it.
     """
 
     def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
