@@ -421,7 +421,6 @@ def combined(
     """A chain whose sizes and durations follow from several chains'; ``UnlikeChainsError`` if those are unlike."""
 
     def one(values: Sequence[Any], name: str) -> Any:
-        """One value from several of the same kind."""
         first = values[0]
         if isinstance(first, StageCost):
             values = list(map(_spelled_out, values))

@@ -87,10 +87,7 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
 
 
 def share_start(model: nn.Module, processes: PipelineProcesses) -> None:
-    """Give all processes the first one's parameters and buffers, as DDP does, and those of a pipeline its generators.
-
-    So user code draws the same numbers (Python's, NumPy's and torch's) on all of them.
-    """
+    """Give all processes the first one's parameters and buffers, and those of a pipeline its random generators."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mine = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     whose = first(mine)

@@ -335,14 +335,12 @@ class PipelineSettings(PipelineOptions):
         precision = trainer.precision_plugin
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise PipelineError(
-                'precision "16-mixed" scales the loss by what the gradients of all stages allow, which a pipeline '
-                'cannot know in time: expected "bf16-mixed", or "32-true"'
+                'precision "16-mixed" scales the loss by the gradients of all stages: expected "bf16-mixed", or "32-true"'
             )
         if not trainer.lightning_module.automatic_optimization:
             raise PipelineError(
-                "manual optimization (automatic_optimization = False) asks for each backward itself, but a pipeline "
-                "runs them in the order of its schedule: expected automatic optimization, one optimizer and a "
-                "training_step that returns the loss"
+                "manual optimization asks for each backward itself, but a pipeline runs them as scheduled: expected "
+                "automatic optimization, one optimizer and a training_step that returns the loss"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
