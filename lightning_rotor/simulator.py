@@ -30,7 +30,6 @@ from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
 from lightning_rotor.units import format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
 # What is alive while a step is simulated: who holds which boundaries and skips of a chain, and what that takes.
 
 

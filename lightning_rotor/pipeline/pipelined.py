@@ -174,9 +174,6 @@ def _partition(
     return made
 
 
-# -------------------------------------------------------------------- speeds of devices
-
-
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
     """Speeds relative to the first process, from durations."""
     if min(map(sum, seconds)) < _LEAST_SECONDS:
@@ -190,9 +187,6 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
     ratios = sorted((own / other, other) for own, other in zip(seconds, first, strict=True) if own > 0 and other > 0)
     passed = list(accumulate(weight for _, weight in ratios))
     return ratios[bisect_left(passed, passed[-1] / 2)][0] if ratios else 1.0
-
-
-# -------------------------------------------------------------------- stages of evaluation
 
 
 def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
@@ -234,9 +228,6 @@ def _shared_out(
         )
     firsts = [*map(numbers.index, range(parts)), len(stages)]
     return [(firsts[number], firsts[number + 1] - 1) for number in range(parts)]
-
-
-# -------------------------------------------------------------------- without a Trainer
 
 
 class Pipeline:

@@ -205,8 +205,6 @@ class Placement:
         dist.gather_object(sent, parts, group=self._group, group_dst=0)
         return {key: value for each in reversed(parts or []) for key, value in each.items()}
 
-    # ---------------------------------------------------------------- gradients
-
     def clip_by_norm(self, parameters: Iterable[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip gradients by their norm over all processes, and return the norm before."""
         parameters = list(parameters)

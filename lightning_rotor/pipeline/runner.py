@@ -343,9 +343,6 @@ class MicroBatchStage(PipelineStage):
         return [dist.P2POp(what, tensor, group=self.group, group_peer=rank) for tensor in tensors if tensor is not None]
 
 
-# -------------------------------------------------------------------- all stages of a process
-
-
 class PipelineRunner:
     """Runs a cut module; process ``d`` of ``D`` has the pipeline stages numbered ``d``, ``d + D``, ..."""
 

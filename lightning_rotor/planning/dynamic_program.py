@@ -216,10 +216,7 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 
 
 def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
-    """Fill intervals by last stage and by length less one (half-open ranges); ``whole`` gets the step's seconds.
-
-    Shorter intervals of the same columns and of those before must be filled.
-    """
+    """Fill intervals by last stage and by length less one, shorter ones first; ``whole`` gets the step's seconds."""
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
     target = np.empty(t.size)

@@ -451,9 +451,6 @@ def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
     return tuple(best)
 
 
-# -------------------------------------------------------------------- a plan in a few rows
-
-
 def plan_table(
     plan: Plan,
     *,
@@ -502,9 +499,6 @@ def plan_table(
 def plain_simulation(plan: Plan) -> Simulation:
     """Simulation of a plan's chain without recomputation, under the same conditions."""
     return simulate(plan.chain, Schedule.keep_all(len(plan.chain)), **plan.conditions)
-
-
-# -------------------------------------------------------------------- a plan stage by stage
 
 
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
@@ -574,9 +568,6 @@ def shortened(name: str, most: int = _MOST_NAME) -> str:
     """A name without its middle if it is long: the end tells most, the beginning tells where it is."""
     head = most // 3
     return name if len(name) <= most else f"{name[:head]}…{name[1 + head - most :]}"
-
-
-# -------------------------------------------------------------------- a schedule on one line
 
 
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:

@@ -101,7 +101,6 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 
 
 def _require_slots(slots: object) -> None:
-    """Raise a ValueError unless it is a positive integer."""
     if not is_positive_integer(slots):
         raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
 

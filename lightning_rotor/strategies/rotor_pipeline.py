@@ -269,8 +269,6 @@ class RotorPipelineStrategy(DDPStrategy):
         trainer = None if model is None else private.trainer_of(model)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    # ---------------------------------------------------------------- the end
-
     @override
     def teardown(self) -> None:
         if self._cut is not None:
@@ -450,9 +448,6 @@ class PipelineBuilder:
         return called
 
 
-# -------------------------------------------------------------------- training_step
-
-
 def _train(
     model: pl.LightningModule, pipelined: PipelinedModule, context: ForwardContext, batch: Any, *rest: Any
 ) -> Any:
@@ -517,9 +512,6 @@ def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None]) -> torc
 
     loss.requires_grad_().register_hook(hand_over)
     return loss
-
-
-# -------------------------------------------------------------------- logs
 
 
 class _MicroBatchLogs:

@@ -283,8 +283,6 @@ class Search:
                 break
         return max(bound, self._bounds.work_seconds())
 
-    # ---------------------------------------------------------------- local search
-
     def _climb(self) -> None:
         """Move neighbouring cuts of the best ones, by long ways first, until no move helps."""
         through, start = self._bounds.through(), None
@@ -395,10 +393,7 @@ def least_largest(values: Sequence[float], partitions: int) -> list[int]:
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, then nearest to equal; None if all are infinite.
-
-    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one.
-    """
+    """Cuts whose largest value by pipeline stage, first stage and length less one is least; None if all are infinite."""
     stages, n, longest = values.shape
     most = np.full((stages + 1, n + longest + 1), math.inf)
     squares = most.copy()

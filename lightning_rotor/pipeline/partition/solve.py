@@ -223,9 +223,6 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
         asked |= set(runs)
 
 
-# -------------------------------------------------------------------- balances given by hand
-
-
 def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int) -> tuple[int, ...]:
     """A balance given by hand, checked for stages of these names and so many parts."""
     stages, even = len(names), even_balance(len(names), parts)
