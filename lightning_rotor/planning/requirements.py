@@ -203,8 +203,6 @@ class _Options:
             self.endings[index].append(ending)
         self._ending[index, number] = self.endings[index].index(ending)
 
-    # ---------------------------------------------------------------- who holds an input
-
     def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
         """Variants of the bodies that start at a stage.
 

@@ -191,8 +191,6 @@ class Solver:
             message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage, gradient_bytes=gradients
         )
 
-    # ---------------------------------------------------------------- tables
-
     @cached_property
     def _keep_all(self) -> Simulation:
         """Without recomputation, every stage under the fastest of its options."""

@@ -292,9 +292,6 @@ def _end_group() -> None:
         gc.collect()
 
 
-# -------------------------------------------------------------------- from a Trainer to a pipeline
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineSettings(PipelineOptions):
     """Arguments of :class:`~lightning_rotor.strategies.RotorPipelineStrategy`; the limit is parsed."""

@@ -173,9 +173,6 @@ def partition(
     return Partition(problem, tuple(choices), bound_seconds)
 
 
-# -------------------------------------------------------------------- what would work
-
-
 def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     """Error with the least memory per device, and who has less, as if its stages' peaks coincided."""
     problem, runs = costs.problem, runs_of(cuts, len(costs.problem.chain))
