@@ -330,7 +330,7 @@ class PipelineSettings(PipelineOptions):
         precision = trainer.precision_plugin
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise PipelineError(
-                'precision "16-mixed" scales the loss by the gradients of all stages: expected "bf16-mixed", or "32-true"'
+                'precision "16-mixed" scales the loss by gradients of all stages: expected "bf16-mixed" or "32-true"'
             )
         if not trainer.lightning_module.automatic_optimization:
             raise PipelineError(
