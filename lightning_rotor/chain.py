@@ -418,13 +418,9 @@ class UnlikeChainsError(Exception):
 def combined(
     chains: Sequence[Chain], *, of_bytes: Callable[[Sequence[int]], int], of_seconds: Callable[[Sequence[float]], float]
 ) -> Chain:
-    """A chain whose sizes (``of_bytes``) and durations (``of_seconds``) follow from several chains. It says no shapes.
-
-    Raises ``UnlikeChainsError`` if stages, options or skips differ.
-    """
+    """A chain whose sizes and durations follow from several chains'; ``UnlikeChainsError`` if those are unlike."""
 
     def one(values: Sequence[Any], name: str) -> Any:
-        """One value from several of the same kind."""
         first = values[0]
         if isinstance(first, StageCost):
             values = list(map(_spelled_out, values))

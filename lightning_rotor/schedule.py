@@ -256,11 +256,6 @@ def _parse(text: str) -> tuple[Item, ...]:
 # --------------------- Room for functions that follow segments into one another: Python allows a thousand nested calls.
 
 
-# What programs have left of their limit, about.
-_USUAL = 1000
-
-
 def make_room_for(calls: int) -> None:
     """Allow so many more nested calls: in all threads, and for good, as others may need it."""
-    if sys.getrecursionlimit() < _USUAL + calls:
-        sys.setrecursionlimit(_USUAL + calls)
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + calls))

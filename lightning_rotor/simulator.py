@@ -30,7 +30,6 @@ from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
 from lightning_rotor.units import format_bytes, format_seconds
 
-# ----------------------------------------------------------------------------------------------------
 # What is alive while a step is simulated: who holds which boundaries and skips of a chain, and what that takes.
 
 
@@ -219,10 +218,7 @@ def simulate(
 
 
 def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
-    """Bytes alive between forward and backward: saved sets and inputs by stage, skips by the stage that makes them.
-
-    States that segments remember are left out.
-    """
+    """Bytes alive between forward and backward by stage (skips: by their maker), without states of segments."""
     return _Simulator(chain, schedule, {}).held_by_stage()
 
 
@@ -257,10 +253,7 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
 
 
 def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
-    """A stage that is inverted though its input must not be dropped; None if there is none.
-
-    The first stage's input is somebody else's, in a chain or segment; a stage before may need its exact bits.
-    """
+    """A stage that is inverted though its input must not be dropped (see :func:`check_schedule`), or None."""
     for items in (schedule.items, *(segment.items for segment in segments_in(schedule.items))):
         needed = True
         for item in items:

@@ -317,16 +317,16 @@ def chain_of(n):
         ),
         (
             {"balance": [3, 3]},
-            r"balance=\[3, 3\] shares out 6 stages, but the model has 8: .* such as balance=\[4, 4\]. Its stages are stage0, .*",
+            r"balance=\[3, 3\] does not share out the model's 8 stages: .* such as balance=\[4, 4\]. Its stages are stage0, .*",
         ),
         (
             {"balance": [3, 6]},
-            r"balance=\[3, 6\] shares out 9 stages, but the model has 8: .* such as balance=\[4, 4\]",
+            r"balance=\[3, 6\] does not share out the model's 8 stages: .* such as balance=\[4, 4\]",
         ),
-        ({"balance": [8]}, r"balance=\[8\] has 1 entries for 2 pipeline stages: .* such as balance=\[4, 4\]"),
-        ({"balance": [8, 0]}, r"has 0 at place 1: expected positive integers, .* such as balance=\[4, 4\]"),
-        ({"balance": [9, -1]}, "has -1 at place 1"),
-        ({"balance": [4.0, 4]}, "has 4.0 at place 0"),
+        ({"balance": [8]}, r"balance=\[8\] does .*: expected 2 positive integers .* such as balance=\[4, 4\]"),
+        ({"balance": [8, 0]}, r"balance=\[8, 0\] does .*: expected 2 positive integers that add up to 8, .*=\[4, 4\]"),
+        ({"balance": [9, -1]}, r"balance=\[9, -1\] does .*: expected 2 positive integers"),
+        ({"balance": [4.0, 4]}, r"balance=\[4.0, 4\] does .*: expected 2 positive integers"),
         ({"balance": "fast"}, r"balance is 'fast': expected \"auto\" or numbers such as \[4, 4\]"),
         (
             {"recompute": "sometimes"},

@@ -402,7 +402,7 @@ REFUSED = [
     (Model, {"micro_batches": 9}, {}, "the first batch has 8 rows for 9 micro-batches"),
     (Model, {"module": "nothing"}, {}, "no submodule 'nothing'"),
     (Model, {"mem_limit": 2000}, {}, "no partition fits 2 devices.*at least"),
-    (Model, {"balance": [8]}, {}, "expected one for each, such as balance=\\[4, 4\\]"),
+    (Model, {"balance": [8]}, {}, "expected 2 positive integers that add up to 8, such as balance=\\[4, 4\\]"),
     (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
     (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
     (Never, {}, {}, "never called the module"),

@@ -88,10 +88,7 @@ def largest_part(batch: Any, micro_batches: int) -> Any:
 
 
 def join(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
-    """Output of the batch from outputs of micro-batches: tensors concatenated, everything else from the first.
-
-    With ``sizes``, floating-point tensors without a dimension become their mean by rows.
-    """
+    """Output of the batch from those of micro-batches; with ``sizes``, scalars become their mean by rows."""
     if len(parts) == 1:
         return parts[0]
     leaves, spec = zip(*(tree_flatten(part) for part in parts), strict=True)

@@ -68,8 +68,7 @@ def pipelined(
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
     ``call`` is a micro-batch's, under settings as in training; ``memory_bytes`` is what the stages may take of this
-    process's device; ``state_bytes`` says by stage what training keeps beside gradients. Errors are raised on every
-    process.
+    process's device; ``state_bytes`` says by stage what training keeps beside gradients.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -175,9 +174,6 @@ def _partition(
     return made
 
 
-# -------------------------------------------------------------------- speeds of devices
-
-
 def speeds_beside_first(seconds: Sequence[Sequence[float]]) -> list[float]:
     """Speeds relative to the first process, from durations."""
     if min(map(sum, seconds)) < _LEAST_SECONDS:
@@ -191,9 +187,6 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
     ratios = sorted((own / other, other) for own, other in zip(seconds, first, strict=True) if own > 0 and other > 0)
     passed = list(accumulate(weight for _, weight in ratios))
     return ratios[bisect_left(passed, passed[-1] / 2)][0] if ratios else 1.0
-
-
-# -------------------------------------------------------------------- stages of evaluation
 
 
 def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
@@ -235,9 +228,6 @@ def _shared_out(
         )
     firsts = [*map(numbers.index, range(parts)), len(stages)]
     return [(firsts[number], firsts[number + 1] - 1) for number in range(parts)]
-
-
-# -------------------------------------------------------------------- without a Trainer
 
 
 class Pipeline:

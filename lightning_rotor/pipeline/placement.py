@@ -87,10 +87,7 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
 
 
 def share_start(model: nn.Module, processes: PipelineProcesses) -> None:
-    """Give all processes the first one's parameters and buffers, as DDP does, and those of a pipeline its generators.
-
-    So user code draws the same numbers (Python's, NumPy's and torch's) on all of them.
-    """
+    """Give all processes the first one's parameters and buffers, and those of a pipeline its random generators."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     mine = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
     whose = first(mine)
@@ -124,10 +121,7 @@ class _Slot(NamedTuple):
 
 
 class Placement:
-    """Which process of a pipeline has which tensors of a model.
-
-    A PipelineError says that two pipeline stages share a parameter, or one shares it with modules outside.
-    """
+    """Which process of a pipeline has which tensors of a model; a PipelineError if a parameter is in two places."""
 
     def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:
         self._device, self._group = processes.device, processes.group
@@ -210,8 +204,6 @@ class Placement:
         sent = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), dict(part)) if self._rank else part
         dist.gather_object(sent, parts, group=self._group, group_dst=0)
         return {key: value for each in reversed(parts or []) for key, value in each.items()}
-
-    # ---------------------------------------------------------------- gradients
 
     def clip_by_norm(self, parameters: Iterable[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip gradients by their norm over all processes, and return the norm before."""

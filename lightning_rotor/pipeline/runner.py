@@ -50,11 +50,9 @@ from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed, unpacked, wiring_of
 
 Cut: TypeAlias = SequentialCut | GraphCut
-Inputs: TypeAlias = Sequence[Sequence[Any]]
-"""By micro-batch, the values that the chain takes. Only their shapes matter where the first stage is not."""
+Inputs: TypeAlias = Sequence[Sequence[Any]]  # by micro-batch, what the chain takes; elsewhere shapes alone matter
 Loss: TypeAlias = Callable[[Any, int], torch.Tensor]  # of a micro-batch, from its output and its number
-ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
-"""Makes the context in which a forward runs."""
+ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]  # makes that of a forward
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Gradients: TypeAlias = tuple[torch.Tensor | None, ...]
 
@@ -345,9 +343,6 @@ class MicroBatchStage(PipelineStage):
         return [dist.P2POp(what, tensor, group=self.group, group_peer=rank) for tensor in tensors if tensor is not None]
 
 
-# -------------------------------------------------------------------- all stages of a process
-
-
 class PipelineRunner:
     """Runs a cut module; process ``d`` of ``D`` has the pipeline stages numbered ``d``, ``d + D``, ..."""
 
@@ -385,9 +380,8 @@ class PipelineRunner:
     ) -> tuple[tuple[Any, ...], tuple[Gradients, ...]]:
         """Run forward and backward of all micro-batches or, without a loss, forwards without gradients.
 
-        The last stage's process calls ``loss``, in the order of the schedule. Forwards of training run in ``context``,
-        by default that of this call. Returns, by micro-batch and on every process, outputs without a graph, and
-        gradients of the tensors in the chain's input, if any.
+        The last stage's process calls ``loss``. Forwards of training run in ``context``. Returns, by micro-batch and on
+        every process, outputs without a graph, and gradients of the tensors in the chain's input, if any.
         """
         with torch.set_grad_enabled(loss is not None):
             step = self._step(inputs, seed, context)

@@ -116,10 +116,7 @@ def simulate_pipeline(
     lingering: Sequence[Integers] = (),
     results_bytes: int = 0,
 ) -> PipelineSimulation:
-    """Run a step on paper, from orders and loads by pipeline stage; ``results_bytes`` come behind it.
-
-    Raises a PipelineError if devices wait for one another for ever, or an action has no stage.
-    """
+    """Run a step on paper, from orders and loads by pipeline stage; ``results_bytes`` come behind it."""
     starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
     events, peaks = [], []
     for device, own in enumerate(order):

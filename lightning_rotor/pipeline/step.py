@@ -200,10 +200,9 @@ class PipelinedModule:
     def train(
         self, run: Callable[..., Any], batch: Any, *, number: int, scale: float = 1.0
     ) -> tuple[list[Any], torch.Tensor]:
-        """Run forward and backward of all micro-batches; gradients of the scaled loss are added to existing ones.
+        """Results by micro-batch and the batch's loss; gradients of the scaled loss are added to existing ones.
 
-        ``run`` is user code that takes a micro-batch and calls the module once. Every process runs all of it, so
-        gradients outside of the module are the same on all. Returns results by micro-batch, and the loss of the batch.
+        ``run`` is user code that calls the module once. Every process runs all of it, so gradients outside are alike.
         """
         sizes = self.sizes(batch)
         outside_learns = any(tensor.requires_grad for tensor in outside(self._model, self.module))

@@ -270,8 +270,6 @@ class _Knapsacks:
     def _nothing(self) -> Seconds:
         return np.full((len(self._starts), self._size), math.inf)
 
-    # ---------------------------------------------------------------- moments
-
     def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
         """Record the backward of a stage: gaps that end here, and the best of all moments."""
         stage = self._stages[index]
@@ -315,8 +313,6 @@ class _Knapsacks:
 
     def _column(self, room_bytes: int) -> int:
         return min(math.ceil(room_bytes / self._unit), self._size - 1)
-
-    # ---------------------------------------------------------------- from one boundary to the next
 
     def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
         """States after a stage that is kept or that ends a gap."""

@@ -216,10 +216,7 @@ def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, numbe
 
 
 def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
-    """Fill intervals by last stage and by length less one (half-open ranges); ``whole`` gets the step's seconds.
-
-    Shorter intervals of the same columns and of those before must be filled.
-    """
+    """Fill intervals by last stage and by length less one, shorter ones first; ``whole`` gets the step's seconds."""
     splits = np.empty((a.bare.shape[1] - 1, t.size))
     bodies = np.empty((a.bare.shape[1] - 1, t.size))
     target = np.empty(t.size)
@@ -346,13 +343,9 @@ def lower_to_row_by_slot(target: Seconds, row: Seconds, more: float) -> None:
 
 
 class Table:
-    """Least seconds for every interval and every memory of ``0 .. slots``.
+    """Least seconds for every interval and memory of ``0 .. slots``, in ``seconds`` those of the whole step.
 
     By default compiled code fills it for long chains where Numba is installed; the numbers are the same.
-
-    Attributes:
-        seconds: Least seconds of the whole step by memory; infinite where nothing fits. Never increases.
-        is_compiled: Compiled code fills it.
     """
 
     def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise, takewhile, zip_longest
 from pathlib import Path
@@ -119,14 +119,17 @@ class Plan:
 
     def save(self, path: Path | str) -> None:
         """Write the plan to a file, which is replaced if it exists, for the same model and input."""
-        content = {
-            "format": _FORMAT,
+        content = {"format": _FORMAT, **self._content()}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _content(self) -> dict[str, Any]:
+        """What a plan needs to move to another chain, which :func:`_moved` checks."""
+        return {
             "fingerprint": self.chain.fingerprint,
             "device": self.chain.device,
             "stages": [asdict(stage) for stage in self.chain.identity],
             **self.to_plain(),
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path | str, chain: Chain) -> Plan:
@@ -145,10 +148,7 @@ class Plan:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
                 raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
-            stages = [StageIdentity(**{key: _as_tuple(stage[key]) for key in stage}) for stage in content["stages"]]
-            if content["fingerprint"] != chain.fingerprint:
-                raise _made_for_another(path, stages, content["device"], chain)
-            return _fitting(path, from_plain({**content, "solve_seconds": 0.0}, chain))
+            return _moved(path, content, chain)
         except PlanError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -184,20 +184,14 @@ def scheduled(
     slots: int = DEFAULT_SLOTS,
     **step: Unpack[Conditions],
 ) -> Plan:
-    """A schedule from elsewhere as a plan, whose budget is its peak if none is given.
-
-    Arguments as for :func:`lightning_rotor.planning.plan`. A ScheduleError if it does not belong to the chain.
-    """
+    """A schedule from elsewhere as a plan, by default with its peak as budget; a ScheduleError if it is another's."""
     simulation = simulate(chain, schedule, **step)
     budget_bytes = simulation.peak_bytes if budget_bytes is None else budget_bytes
     return Plan(chain, schedule, budget_bytes, simulation, solve_seconds, slots=slots, **step)
 
 
 def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
-    """A plan from what :meth:`Plan.to_plain` wrote and its seconds, simulated anew on its chain as measured now.
-
-    Raises a ScheduleError if it does not belong to the chain; a KeyError, TypeError or ValueError if it is damaged.
-    """
+    """A plan from :meth:`Plan.to_plain` and its seconds, simulated anew; a LookupError, TypeError or ValueError."""
     return scheduled(
         chain,
         Schedule.parse(record["schedule"]),
@@ -210,23 +204,22 @@ def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:
-    """The plan with the costs of a chain that differs only in timings and in what kernels take.
+    """The plan with the costs of a chain that differs only in timings and in what kernels take, as measured now.
 
-    Args:
-        plan: For the same model and input.
-        chain: Of the model that is to run under it, as measured now.
-    Raises:
-        PlanError: As for :meth:`Plan.load`.
+    Raises a PlanError as :meth:`Plan.load` does.
     """
     if plan.chain == chain:
         return plan
-    if plan.chain.fingerprint != chain.fingerprint:
-        raise _made_for_another("the plan", plan.chain.identity, plan.chain.device, chain)
-    return _fitting("the plan", from_plain({**plan.to_plain(), "solve_seconds": plan.solve_seconds}, chain))
+    return replace(_moved("the plan", plan._content(), chain), solve_seconds=plan.solve_seconds)
 
 
-def _fitting(what: object, plan: Plan) -> Plan:
-    """The plan; a PlanError if it takes more than its budget."""
+def _moved(what: object, content: Mapping[str, Any], chain: Chain) -> Plan:
+    """The plan that :meth:`Plan.save` writes, on a chain; a PlanError if it is another's, or takes too much there."""
+    stages = [StageIdentity(**{key: _as_tuple(stage[key]) for key in stage}) for stage in content["stages"]]
+    if content["fingerprint"] != chain.fingerprint:
+        difference = _difference(stages, content["device"], chain)
+        raise PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
+    plan = from_plain({**content, "solve_seconds": 0.0}, chain)
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanError(
             f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "
@@ -238,12 +231,6 @@ def _fitting(what: object, plan: Plan) -> Plan:
 def _as_tuple(value: Any) -> Any:
     """JSON's lists as tuples, at any depth."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
-
-
-def _made_for_another(what: object, saved: Sequence[StageIdentity], device: str, chain: Chain) -> PlanError:
-    """PlanError for a plan that was made for other stages, or another device, than a chain's."""
-    difference = _difference(saved, device, chain)
-    return PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
 
 
 def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> str:
@@ -464,9 +451,6 @@ def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
     return tuple(best)
 
 
-# -------------------------------------------------------------------- a plan in a few rows
-
-
 def plan_table(
     plan: Plan,
     *,
@@ -515,9 +499,6 @@ def plan_table(
 def plain_simulation(plan: Plan) -> Simulation:
     """Simulation of a plan's chain without recomputation, under the same conditions."""
     return simulate(plan.chain, Schedule.keep_all(len(plan.chain)), **plan.conditions)
-
-
-# -------------------------------------------------------------------- a plan stage by stage
 
 
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
@@ -587,9 +568,6 @@ def shortened(name: str, most: int = _MOST_NAME) -> str:
     """A name without its middle if it is long: the end tells most, the beginning tells where it is."""
     head = most // 3
     return name if len(name) <= most else f"{name[:head]}…{name[1 + head - most :]}"
-
-
-# -------------------------------------------------------------------- a schedule on one line
 
 
 def schedule_line(schedule: Schedule, *, most_characters: int = _MOST_CHARACTERS) -> str:

@@ -54,7 +54,7 @@ def requirements_of(
     lingering_bytes: int = 0,
     readers_pay: bool = False,
 ) -> Requirements:
-    """Translate a chain into slots of ``unit`` bytes. Takes O(n²) for ``n`` stages.
+    """Translate a chain of ``n`` stages into slots of ``unit`` bytes, in O(n²).
 
     ``refined`` tells apart who holds a segment's input even where that seldom matters: up to three times as slow.
     ``readers_pay`` charges every skip to its first reader: less than some schedules take, where the other rule charges
@@ -202,8 +202,6 @@ class _Options:
         if ending not in self.endings[index]:
             self.endings[index].append(ending)
         self._ending[index, number] = self.endings[index].index(ending)
-
-    # ---------------------------------------------------------------- who holds an input
 
     def variants(self, index: int, *, refined: bool, holding: bool) -> _Variants:
         """Variants of the bodies that start at a stage.

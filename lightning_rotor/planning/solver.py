@@ -101,21 +101,15 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 
 
 def _require_slots(slots: object) -> None:
-    """Raise a ValueError unless it is a positive integer."""
     if not is_positive_integer(slots):
         raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
 
 
 class Solver:
-    """Plans one chain for any number of budgets. The table is made when the first of them is asked for.
+    """Plans one chain for any number of budgets, from a table made for the first; arguments as for :func:`plan`.
 
     A chain of more than about 60 stages gets fewer slots than it has boundaries. Its least budget may then be one
     percent too high; plans at larger budgets are hardly slower (0.1 percent of a step).
-
-    Args:
-        chain: Costs of ``n`` stages.
-        slots: Memory levels between nothing and what keeping every stage takes.
-        step: See :func:`lightning_rotor.planning.plan`.
     """
 
     def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
@@ -196,8 +190,6 @@ class Solver:
         return BudgetError(
             message, budget_bytes=known, minimum_bytes=least.peak_bytes, stage=stage, gradient_bytes=gradients
         )
-
-    # ---------------------------------------------------------------- tables
 
     @cached_property
     def _keep_all(self) -> Simulation:
@@ -325,11 +317,8 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
     """The frontier of a chain, as fast as ``solver.plan`` at any budget but for gaps between points close together.
 
     Judging the table's schedules takes about as long again as solving it, for long chains. The planner also tries what
-    the table does not hold; so where two points are far apart, it is asked for budgets between.
-
-    Args:
-        solver: Of the chain; solves its table if it has not.
-        budget_bytes: Where :meth:`Frontier.gain` starts.
+    the table does not hold; so where two points are far apart, it is asked for budgets between. ``budget_bytes`` is
+    where :meth:`Frontier.gain` starts.
     """
     points = pareto(solver.candidates())
     asked: set[int] = set()

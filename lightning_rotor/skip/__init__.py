@@ -200,17 +200,9 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise SkipDeclarationError(
                 f"{module_class!r} is no class of nn.Module: expected @skippable above a class of layers"
             )
-        return type(
-            module_class.__name__,
-            (Skippable, module_class),
-            {
-                "stashable_names": stashable,
-                "poppable_names": poppable,
-                "__doc__": module_class.__doc__,
-                "__module__": module_class.__module__,
-                "__qualname__": module_class.__qualname__,
-            },
-        )
+        names = {"stashable_names": stashable, "poppable_names": poppable}
+        same = {name: getattr(module_class, name) for name in ("__doc__", "__module__", "__qualname__")}
+        return type(module_class.__name__, (Skippable, module_class), names | same)
 
     return extend
 

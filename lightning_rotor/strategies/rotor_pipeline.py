@@ -269,8 +269,6 @@ class RotorPipelineStrategy(DDPStrategy):
         trainer = None if model is None else private.trainer_of(model)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
-    # ---------------------------------------------------------------- the end
-
     @override
     def teardown(self) -> None:
         if self._cut is not None:
@@ -292,9 +290,6 @@ def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-
-
-# -------------------------------------------------------------------- from a Trainer to a pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -335,14 +330,12 @@ class PipelineSettings(PipelineOptions):
         precision = trainer.precision_plugin
         if isinstance(precision, MixedPrecision) and precision.scaler is not None:
             raise PipelineError(
-                'precision "16-mixed" scales the loss by what the gradients of all stages allow, which a pipeline '
-                'cannot know in time: expected "bf16-mixed", or "32-true"'
+                'precision "16-mixed" scales the loss by gradients of all stages: expected "bf16-mixed" or "32-true"'
             )
         if not trainer.lightning_module.automatic_optimization:
             raise PipelineError(
-                "manual optimization (automatic_optimization = False) asks for each backward itself, but a pipeline "
-                "runs them in the order of its schedule: expected automatic optimization, one optimizer and a "
-                "training_step that returns the loss"
+                "manual optimization asks for each backward itself, but a pipeline runs them as scheduled: expected "
+                "automatic optimization, one optimizer and a training_step that returns the loss"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
@@ -452,9 +445,6 @@ class PipelineBuilder:
         return called
 
 
-# -------------------------------------------------------------------- training_step
-
-
 def _train(
     model: pl.LightningModule, pipelined: PipelinedModule, context: ForwardContext, batch: Any, *rest: Any
 ) -> Any:
@@ -519,9 +509,6 @@ def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None]) -> torc
 
     loss.requires_grad_().register_hook(hand_over)
     return loss
-
-
-# -------------------------------------------------------------------- logs
 
 
 class _MicroBatchLogs:

@@ -127,9 +127,6 @@ def _inside(skip: Skip, first: int, last: int) -> Skip | None:
     return Skip(skip.born - first, uses, skip.size_bytes, gradients, in_output=leaves_here)
 
 
-# -------------------------------------------------------------------- plans of a run
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """How one pipeline stage runs a micro-batch; its chain has an end (:func:`with_end`) if the schedule needs it."""
@@ -208,11 +205,7 @@ class InFlightPlanner:
         return Solver(self._chain, slots=self._slots, gradients_exist=self._gradients_exist)
 
     def plan(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
-        """The fastest plan that fits, or None if none does.
-
-        Optimal up to slots and the table's approximations if the search ends, as it nearly always does; else up to the
-        bound of the nodes left.
-        """
+        """The fastest plan that fits, or None if none does; optimal up to the table's approximations."""
         if self._fits(self.kept, in_flight, budget_bytes):
             return self.kept
         # The best plan for more memory is best wherever it fits.

@@ -94,8 +94,6 @@ class Bounds:
                 extra = max(least - plain, 0.0)
             self.extra[stage, first, last - first] = extra
 
-    # ---------------------------------------------------------------- runs
-
     def _least_extra(self) -> Reals:
         """By run, least seconds of recomputation on the measured device."""
         problem, chain, last = self._problem, self._problem.chain, np.minimum(self._ends, self._n) - 1
@@ -119,8 +117,6 @@ class Bounds:
         """``(n, longest)``, sums over every run."""
         sums: Reals = before[np.minimum(self._ends, self._n)] - before[:-1, None]
         return sums
-
-    # ---------------------------------------------------------------- steps
 
     def through(self) -> Reals:
         """By run, the least seconds of partitions that have it: other stages at their least."""
@@ -283,8 +279,6 @@ class Search:
                 break
         return max(bound, self._bounds.work_seconds())
 
-    # ---------------------------------------------------------------- local search
-
     def _climb(self) -> None:
         """Move neighbouring cuts of the best ones, by long ways first, until no move helps."""
         through, start = self._bounds.through(), None
@@ -395,10 +389,7 @@ def least_largest(values: Sequence[float], partitions: int) -> list[int]:
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value is least, then nearest to equal; None if all are infinite.
-
-    ``values`` is ``(stages, n, lengths)``: by pipeline stage, first stage of the chain and length less one.
-    """
+    """Cuts whose largest value (by stage, first and length less one) is least; None if all are infinite."""
     stages, n, longest = values.shape
     most = np.full((stages + 1, n + longest + 1), math.inf)
     squares = most.copy()

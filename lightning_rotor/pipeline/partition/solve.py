@@ -173,9 +173,6 @@ def partition(
     return Partition(problem, tuple(choices), bound_seconds)
 
 
-# -------------------------------------------------------------------- what would work
-
-
 def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     """Error with the least memory per device, and who has less, as if its stages' peaks coincided."""
     problem, runs = costs.problem, runs_of(cuts, len(costs.problem.chain))
@@ -223,42 +220,22 @@ def _least_memory_cuts(costs: Costs) -> Cuts:
         asked |= set(runs)
 
 
-# -------------------------------------------------------------------- balances given by hand
-
-
 def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int) -> tuple[int, ...]:
     """A balance given by hand, checked for stages of these names and so many parts."""
     stages, even = len(names), even_balance(len(names), parts)
     if isinstance(balance, str):
         raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
-    given = list(balance)
-    wrong, odd = "", [place for place, count in enumerate(given) if not is_positive_integer(count)]
-    if odd:
-        wrong = (
-            f"has {given[odd[0]]!r} at place {odd[0]}: expected positive integers, since every pipeline stage needs "
-        )
-        wrong += "at least one stage of the model"
-    elif len(given) != parts:
-        wrong = f"has {len(given)} entries for {parts} pipeline stages: expected one for each"
-    elif sum(given) != stages:
-        wrong = f"shares out {sum(given)} stages, but the model has {stages}: expected the entries to add up"
+    if not all(map(is_positive_integer, balance)) or len(balance) != parts or sum(balance) != stages:
         listed = ", ".join([*names[:_MOST_NAMED], *(("…", names[-1]) if stages > _MOST_NAMED else ())])
-        raise PipelineError(f"balance={given} {wrong}, such as balance={even}. Its stages are {listed}")
-    if wrong:
-        raise PipelineError(f"balance={given} {wrong}, such as balance={even}")
-    return tuple(given)
+        raise PipelineError(
+            f"balance={list(balance)} does not share out the model's {stages} stages: expected {parts} positive "
+            f"integers that add up to {stages}, such as balance={even}. Its stages are {listed}"
+        )
+    return tuple(balance)
 
 
 def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str]) -> list[int]:
-    """A balance that counts a model's children, in stages; any other as it is.
-
-    Args:
-        balance: Numbers of children in each part; of stages, if they do not add up to the children.
-        names: Of the model's stages, which begin with those of its children.
-        children: Names of the model's children, in the order in which they run.
-    Raises:
-        PipelineError: It separates children that one stage runs together.
-    """
+    """A balance that counts a model's children, in stages, whose names begin with theirs; any other as it is."""
     if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
         return list(balance)
     place = {child: number for number, child in enumerate(children)}
