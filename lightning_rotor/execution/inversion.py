@@ -131,8 +131,7 @@ class Guard:
 
     def __init__(self, tensors: Tensors, *, name: str) -> None:
         self._name, self._precision = name, precision_of(tensors)
-        floating = [tensor.is_floating_point() and tensor.numel() > 0 for tensor in tensors]
-        self._samples = [_sample(tensor) if has else None for tensor, has in zip(tensors, floating, strict=True)]
+        self._samples = [_sample(each) if each.is_floating_point() and each.numel() else None for each in tensors]
 
     def check(self, rebuilt: Tensors, *, draws_random: bool) -> None:
         """Raise InverseError where an error is beyond the tolerance, or warn if that is of a low precision."""

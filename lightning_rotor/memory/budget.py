@@ -227,9 +227,8 @@ class DeviceMemory:
 def device_memory(device: torch.device | str) -> DeviceMemory:
     """Memory of a CPU or CUDA device; ``ProfilingError`` if it cannot be read.
 
-    A GPU has what ``torch.cuda.set_per_process_memory_fraction`` leaves, and what the caching allocator keeps for reuse
-    is free. A CPU has what the machine or the tightest control group has, and files that nobody has read lately are
-    free.
+    A GPU has what ``set_per_process_memory_fraction`` leaves, and what its caching allocator keeps for reuse is free. A
+    CPU has what the machine or the tightest control group has; files that nobody has read lately are free.
     """
     device = torch.device(device)
     match device.type:
