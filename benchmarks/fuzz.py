@@ -58,7 +58,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
-from lightning_rotor.profiling import seconds as timing
+from lightning_rotor.profiling import options as timing
 from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit

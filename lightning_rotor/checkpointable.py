@@ -203,8 +203,7 @@ class Checkpointable(nn.Module):
     @property
     def chain(self) -> Chain | None:
         """What was measured for the input signature used last, or None."""
-        cache = self._planned.plans.cache
-        return cache.latest[1].profile.chain if len(cache) else None
+        return self._latest().profile.chain if len(self._planned.plans.cache) else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""

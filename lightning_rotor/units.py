@@ -36,10 +36,7 @@ class MemoryLimit:
 
     def on_device(self, total_bytes: int) -> int:
         """The limit in bytes on a device with ``total_bytes`` of memory."""
-        if self.size_bytes is not None:
-            return self.size_bytes
-        assert self.fraction is not None
-        return int(self.fraction * total_bytes)
+        return self.size_bytes if self.size_bytes is not None else int((self.fraction or 0.0) * total_bytes)
 
     def __str__(self) -> str:
         return format_bytes(self.size_bytes) if self.size_bytes is not None else f"{self.fraction:.0%} of the device"

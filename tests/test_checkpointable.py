@@ -603,7 +603,7 @@ def train_timed(
 
     times: list[float] = []
     monkeypatch.setattr(Stopwatch, "seconds", property(seconds))
-    monkeypatch.setattr("lightning_rotor.profiling.seconds._UNWATCHED", 0.0)  # of a stopwatch that sees everything
+    monkeypatch.setattr("lightning_rotor.profiling.options._UNWATCHED", 0.0)  # of a stopwatch that sees everything
     monkeypatch.setattr(Prepared, "under", counted)
     plans = []
     for _ in range(16):

@@ -16,7 +16,7 @@ from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
 from lightning_rotor.profiling.meters import CpuMeter, Recording
-from lightning_rotor.profiling.seconds import Interlude
+from lightning_rotor.profiling.options import Interlude
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import CPU
 

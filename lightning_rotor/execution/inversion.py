@@ -76,21 +76,19 @@ def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
     return tensor.detach().requires_grad_(wanted and (tensor.is_floating_point() or tensor.is_complex()))
 
 
+Tensors: TypeAlias = Sequence[torch.Tensor]
 Roots: TypeAlias = list[tuple[GradientEdge, torch.Tensor]]
 """Where a backward begins: outputs of a forward, of which only the graph is kept, and their gradients."""
 
 
-def roots_of(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> Roots:
+def roots_of(outputs: Tensors, gradients: Tensors) -> Roots:
     """The roots of a backward from some outputs."""
     pairs = zip(outputs, gradients, strict=True)
     return [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
 
 
-def gradients_for(inputs: Sequence[torch.Tensor], roots: Roots, *, name: str) -> list[torch.Tensor | None]:
-    """The gradients for some leaves; None for those that require none or had no part in the outputs.
-
-    Raises ExecutionError if the outputs depend on another tensor, which would silently go without its gradient.
-    """
+def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Tensor | None]:
+    """The gradients for some leaves, None without any; ExecutionError if another tensor would go without its own."""
     learning = [tensor for tensor in inputs if tensor.requires_grad]
     if not (roots and learning):
         return [None for _ in inputs]
@@ -100,7 +98,7 @@ def gradients_for(inputs: Sequence[torch.Tensor], roots: Roots, *, name: str) ->
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _require_no_other_leaves(pending: list[Any], known: Sequence[torch.Tensor], name: str) -> None:
+def _require_no_other_leaves(pending: list[Any], known: Tensors, name: str) -> None:
     numbers = {id(tensor) for tensor in known}
     seen = set(pending)
     while pending:
@@ -131,12 +129,11 @@ class Guard:
     The global random number generators are left alone. A comparison waits for the device.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, name: str) -> None:
+    def __init__(self, tensors: Tensors, *, name: str) -> None:
         self._name, self._precision = name, precision_of(tensors)
-        floating = [tensor.is_floating_point() and tensor.numel() > 0 for tensor in tensors]
-        self._samples = [_sample(tensor) if has else None for tensor, has in zip(tensors, floating, strict=True)]
+        self._samples = [_sample(each) if each.is_floating_point() and each.numel() else None for each in tensors]
 
-    def check(self, rebuilt: Sequence[torch.Tensor], *, draws_random: bool) -> None:
+    def check(self, rebuilt: Tensors, *, draws_random: bool) -> None:
         """Raise InverseError where an error is beyond the tolerance, or warn if that is of a low precision."""
         for sample, tensor in zip(self._samples, rebuilt, strict=True):
             if sample is None:
@@ -199,10 +196,7 @@ def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float
 
 
 class Moment:
-    """What one call of a module saw of generators, buffers, attributes and autocast, and how to see that again.
-
-    Generators are kept only if the call drew, buffers only if it changed them. ``state`` finds what it may change.
-    """
+    """What one call of a module saw of generators (if it drew), buffers that it changed, attributes and autocast."""
 
     def __init__(self, device: torch.device, state: Callable[[], SegmentState], *, may_draw: bool = True) -> None:
         self._device, self._state, self._may_draw = device, state, may_draw
@@ -260,12 +254,7 @@ class Moment:
 
 
 def plain_gradients(
-    stage: Stage,
-    moment: Moment,
-    inputs: Sequence[torch.Tensor],
-    taken: TreeSpec,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
+    stage: Stage, moment: Moment, inputs: Tensors, taken: TreeSpec, parameters: Tensors, gradients: Tensors
 ) -> list[torch.Tensor | None]:
     """Autograd's gradients for leaves of the input and for parameters, by another forward."""
     substitutes = stand_ins(parameters)
@@ -277,12 +266,7 @@ def plain_gradients(
 
 
 def fused_gradients(
-    module: Any,
-    moment: Moment,
-    outputs: list[torch.Tensor],
-    made: TreeSpec,
-    parameters: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
+    module: Any, moment: Moment, outputs: list[torch.Tensor], made: TreeSpec, parameters: Tensors, gradients: Tensors
 ) -> tuple[Any, Any, list[torch.Tensor | None]]:
     """The input, and gradients for it and for parameters, by a fused backward. Empties the list of outputs."""
     substitutes = stand_ins(parameters)
@@ -312,18 +296,18 @@ class Output:
         self._versions: list[int] | None = None  # None where hooks bring back what they like
         self._after: Inversion | None = None
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
+    def hold(self, tensors: Tensors) -> None:
         """Hold the tensors."""
         self._held = list(map(_holding, tensors))
         self._versions = list(map(private.version_of, tensors)) if _hooks() is None else None
 
-    def hand_over(self, after: Inversion, tensors: Sequence[torch.Tensor]) -> None:
+    def hand_over(self, after: Inversion, tensors: Tensors) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
         if self._after is None:
             self._require_untouched(tensors)
             self._held, self._after = None, after
 
-    def refill(self, tensors: Sequence[torch.Tensor], *, for_good: bool) -> None:
+    def refill(self, tensors: Tensors, *, for_good: bool) -> None:
         """Take tensors that a run has rebuilt, ``for_good`` if it cannot do so again."""
         if self._after is not None:
             self.hold(tensors)
@@ -348,7 +332,7 @@ class Output:
             self._held = None
         return tensors
 
-    def _require_untouched(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _require_untouched(self, tensors: Tensors) -> None:
         if self._versions is not None and list(map(private.version_of, tensors)) != self._versions:
             raise ExecutionError(
                 f"the output of {self._name!r} was changed in place, so its input cannot be rebuilt: expected it "
@@ -419,11 +403,7 @@ def can_be_fused(module: nn.Module) -> bool:
 
 
 def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
-    """The output of a module; ``before`` has its input, if that is no output of an inverted one.
-
-    Raises:
-        InverseError: The module changes its input in place, or returns less than it takes.
-    """
+    """The output of a module, or InverseError; ``before`` has its input, if that is no output of an inverted one."""
     inputs = require_tensors(value, name=way.name, what="input")
     parameters = tuple(way.module.parameters())
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
@@ -432,7 +412,7 @@ def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
     return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
 
 
-def _boundary_of(inputs: Sequence[torch.Tensor]) -> Output | None:
+def _boundary_of(inputs: Tensors) -> Output | None:
     """The boundary behind the run whose outputs, all of them in order, the inputs are, if there is one."""
     runs = (getattr(tensor.grad_fn, "run", None) for tensor in inputs)
     run = next((found for found in runs if isinstance(found, Inversion)), None)
@@ -444,9 +424,7 @@ class Inversion:
 
     _made: TreeSpec
 
-    def __init__(
-        self, way: Way, inputs: Sequence[torch.Tensor], parameters: tuple[torch.Tensor, ...], source: Output | None
-    ) -> None:
+    def __init__(self, way: Way, inputs: Tensors, parameters: Tensors, source: Output | None) -> None:
         self.way = way
         self.output = Output(way.name)
         self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -460,7 +438,7 @@ class Inversion:
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
         self._guard = Guard(inputs, name=way.name)
 
-    def has_made(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def has_made(self, tensors: Tensors) -> bool:
         """True if these are its outputs, all of them in order, as it made them, and no segment has begun or ended."""
         if len(tensors) != len(self._outputs) or self._hooks != private.hooks_for_saved_tensors():
             return False
@@ -474,9 +452,13 @@ class Inversion:
         inputs, self._taken = tree_flatten(value)
         versions = [private.version_of(tensor) for tensor in inputs]
         # With gradients: kernels may give other last bits where none is wanted.
-        with self.moment.first():
-            output = _without_saved_tensors(
-                partial(run_stage, self.way.stage), value, self.moment.first_pass, draws_random=self.way.draws_random
+        with self.moment.first():  # its graph will be dropped; a backward inside of the function runs it again
+            output = checkpoint(
+                partial(run_stage, self.way.stage),
+                value,
+                use_reentrant=False,
+                preserve_rng_state=self.way.draws_random,
+                context_fn=lambda: (nullcontext(), Again(self.moment.first_pass.replayed, repeating)),
             )
         made = require_own_output(inputs, versions, output, name=self.way.name)
         self._made = tree_flatten(output)[1]
@@ -496,9 +478,7 @@ class Inversion:
         self._guard.check(leaves, draws_random=self.moment.draws_random)
         return [_placed(leaf, stride).detach() for leaf, stride in zip(leaves, self._strides, strict=True)]
 
-    def backward(
-        self, gradients: Sequence[torch.Tensor], wanted: Sequence[bool], *, for_good: bool
-    ) -> Sequence[torch.Tensor | None]:
+    def backward(self, gradients: Tensors, wanted: Sequence[bool], *, for_good: bool) -> list[torch.Tensor | None]:
         """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
         outputs, module, found = self.output.lend(for_good=for_good), self.way.module, list[torch.Tensor | None]()
         with torch.no_grad():
@@ -527,9 +507,7 @@ class _Node(torch.autograd.Function):
     """The node of one run in autograd's graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, run: Inversion, outputs: Sequence[torch.Tensor], learns: Sequence[bool], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, run: Inversion, outputs: Tensors, learns: Sequence[bool], *tensors: torch.Tensor) -> Any:
         ctx.run, ctx.stage = run, run.way.name
         ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes a parameter meanwhile hears of it
         ctx.mark_non_differentiable(*(tensor for tensor, learn in zip(outputs, learns, strict=True) if not learn))
@@ -559,16 +537,3 @@ def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def _without_saved_tensors(
-    function: Callable[[Any], Any], value: Any, first_pass: FirstPass, *, draws_random: bool
-) -> Any:
-    """The output of a function whose graph will be dropped; a backward inside of the function runs it again."""
-    return checkpoint(
-        function,
-        value,
-        use_reentrant=False,
-        preserve_rng_state=draws_random,
-        context_fn=lambda: (nullcontext(), Again(first_pass.replayed, repeating)),
-    )

@@ -148,7 +148,7 @@ class _Trial:
         inputs = tree_leaves(self.x)
         leaves = require_like(rebuilt, [(tensor.shape, tensor.dtype) for tensor in inputs], name=self.name)
         _require_finite(leaves, name=self.name, what="inverse")
-        errors = list(map(_largest_difference, leaves, inputs))
+        errors = [_largest(leaf.double() - real.double()) for leaf, real in zip(leaves, inputs, strict=True)]
         allowed = [atol + rtol * _largest(tensor) for tensor in inputs]
         error, tolerance = max(zip(errors, allowed, strict=True), key=lambda pair: pair[0] - pair[1])
         if error > tolerance:
@@ -182,7 +182,7 @@ class _Trial:
         least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
         errors = []
         for mine, autograds in pairs:  # a gradient that the fused backward lacks counts whole
-            difference = _largest_difference(torch.zeros_like(autograds) if mine is None else mine, autograds)
+            difference = _largest(autograds.double() - (0.0 if mine is None else mine.double()))
             errors.append(difference / max(_largest(autograds), least) if difference else 0.0)
         return max(errors, default=0.0)
 
@@ -214,14 +214,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _largest_difference(mine: torch.Tensor, other: torch.Tensor) -> float:
-    return _largest(mine.double() - other.double())
-
-
 # --------------------------------------------- Whether a plan can rely on a module's inverse and on its fused backward.
-
-
-_RTOL = 1e-4
 
 
 def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
@@ -230,7 +223,7 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
         return "it is only estimated, and whether its inverse is right shows with values", ""
     precision = precision_of(tensors_in(value))
     # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
-    rtol = tolerance_of(precision) if precision in LOW_PRECISION else _RTOL
+    rtol = tolerance_of(precision) if precision in LOW_PRECISION else 1e-4
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
@@ -149,7 +150,7 @@ class ResidentMemory:
         cls,
         model: nn.Module,
         target: nn.Module,
-        optimizers: Iterable[torch.optim.Optimizer],
+        optimizers: Iterable[Optimizer],
         batch: Iterable[torch.Tensor],
         device: torch.device,
     ) -> ResidentMemory:
@@ -187,10 +188,7 @@ class ResidentMemory:
 
 
 def allocated_bytes(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: Iterable[torch.Tensor],
-    device: torch.device,
+    model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
     """What training holds on a device now: on CUDA all that the allocator gave out, on the CPU what can be named."""
     if device.type == "cuda":
@@ -199,10 +197,7 @@ def allocated_bytes(
 
 
 def named_bytes(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: Iterable[torch.Tensor],
-    device: torch.device,
+    model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
     """What parameters, buffers, gradients, optimizers and the batch take at this moment."""
     return (
@@ -232,9 +227,8 @@ class DeviceMemory:
 def device_memory(device: torch.device | str) -> DeviceMemory:
     """Memory of a CPU or CUDA device; ``ProfilingError`` if it cannot be read.
 
-    A GPU has what ``torch.cuda.set_per_process_memory_fraction`` leaves, and what the caching allocator keeps for reuse
-    is free. A CPU has what the machine or the tightest control group has, and files that nobody has read lately are
-    free.
+    A GPU has what ``set_per_process_memory_fraction`` leaves, and what its caching allocator keeps for reuse is free. A
+    CPU has what the machine or the tightest control group has; files that nobody has read lately are free.
     """
     device = torch.device(device)
     match device.type:
@@ -321,14 +315,12 @@ def _read(path: Path) -> str:
 
 
 def usable_bytes(device: torch.device | str) -> int:
-    """What tensors of this process can still take on a device, without any allocation that fails.
-
-    That is what is free, less what CUDA's caching allocator may reserve beyond what it gives out: room in segments in
-    use, two segments filled in part, and a twentieth for holes that no block fits. What it caches is given back first.
-    """
+    """What tensors of this process can still take on a device, without any allocation that fails."""
     device = torch.device(device)
     if device.type != "cuda":
         return device_memory(device).free_bytes
+    # CUDA's caching allocator may reserve more than it gives out: room in segments in use, two segments filled in part,
+    # and a twentieth for holes that no block fits.
     torch.cuda.empty_cache()
     free = device_memory(device).free_bytes
     in_segments = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -344,9 +336,9 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
     """
     if limit is None:
         return usable_bytes(device)
-    if limit.fraction is not None:
+    size_bytes = limit.size_bytes
+    if size_bytes is None:
         return limit.on_device(device_memory(device).total_bytes)
-    size_bytes = limit.on_device(0)
     try:
         available_bytes = device_memory(device).total_bytes
     except ProfilingError:
@@ -365,7 +357,7 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
 def process_limit_bytes(
     limit: MemoryLimit | None,
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     batch: Iterable[torch.Tensor],
     device: torch.device,
     *,

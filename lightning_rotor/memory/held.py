@@ -42,10 +42,7 @@ def buffer_bytes(module: nn.Module, device: torch.device | str | None = None) ->
 
 
 def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
-    """Bytes of a module's gradients once a backward has reached all its parameters.
-
-    Parameters that share memory each have a gradient. An embedding with sparse gradients may need less.
-    """
+    """Bytes of a module's gradients once a backward has reached all its parameters; sparse ones may need less."""
     parameters = list(_initialized(module.named_parameters()))
     missing = (p for p in parameters if p.requires_grad and p.grad is None)
     new_bytes = sum(_dense_bytes(p, _gradient_type(p)) for p in missing if is_on(p.device, device))
@@ -66,10 +63,7 @@ def own_gradients(module: nn.Module) -> list[torch.Tensor]:
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
-    """Bytes that an optimizer holds now, besides parameters and gradients.
-
-    Adam's step counters stay on the CPU when the parameters are on a GPU, unless ``capturable`` or ``fused`` is set.
-    """
+    """Bytes that an optimizer holds now, besides parameters and gradients. Adam's step counters may stay on the CPU."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return _bytes_beside(tensors_in(list(optimizer.state.values())), [*parameters, *gradients], device)
@@ -181,10 +175,8 @@ _predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = WeakKeyD
 
 
 def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
-    """All that may change what a step keeps: settings, parameters with their marks, and how much state there is.
-
-    Of a number with a fraction it counts whether it is zero: schedulers change learning rates at every step.
-    """
+    """All that may change what a step keeps: settings, parameters with their marks, and how much state there is."""
+    # Of a number with a fraction it counts whether it is zero: schedulers change learning rates at every step.
     settings = [
         (key, value != 0 if isinstance(value, float) else value if isinstance(value, (int, str)) else id(value))
         for group in (vars(optimizer), *optimizer.param_groups)
@@ -252,27 +244,20 @@ def _stand_in(parameter: torch.Tensor, mode: FakeTensorMode) -> nn.Parameter:
 def _copy(
     optimizer: torch.optim.Optimizer, mode: FakeTensorMode, stand_ins: dict[int, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Copy without the constructor, which may want arguments that nobody knows any more.
-
-    ``Optimizer.__getstate__`` drops attributes of subclasses, hence attribute by attribute.
-    """
+    """Copy by attribute: constructors may want unknown arguments, ``__getstate__`` drops those of subclasses."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
     vars(clone).update(fake_copy(attributes, mode, {**stand_ins, id(optimizer): clone}))
     vars(clone).update({name: OrderedDict() for name in OPTIMIZER_HOOKS})
     clone.defaults["differentiable"] = False
     for group in clone.param_groups:
-        _use_plain_kernels(group)
+        # What has no shape rule is off. Step counters lie where they did: an accelerator's fused kernels want them
+        # there, as do capturable ones, refused on the CPU and on meta.
+        accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+        on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
+        plain = {"fused": False, "differentiable": False, "capturable": on_device}
+        group.update({name: value for name, value in plain.items() if name in group})
     return clone
-
-
-def _use_plain_kernels(group: dict[str, Any]) -> None:
-    """Switch off what has no shape rule; where the step counters lie stays as it is."""
-    # An accelerator's fused kernels want them there, as do capturable ones, refused on the CPU and on meta.
-    accelerated = any(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
-    on_device = accelerated and bool(group.get("fused") or group.get("capturable"))
-    plain = {"fused": False, "differentiable": False, "capturable": on_device}
-    group.update({name: value for name, value in plain.items() if name in group})
 
 
 def _take_step(clone: torch.optim.Optimizer) -> None:

@@ -26,7 +26,7 @@ from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.meters import meter_for
-from lightning_rotor.profiling.seconds import unwatched_seconds
+from lightning_rotor.profiling.options import unwatched_seconds
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import Stage, wiring_of

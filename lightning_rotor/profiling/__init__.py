@@ -1,6 +1,6 @@
 """Measuring: what each stage of a chain costs, and what a whole step allocates.
 
-In: stages and a sample. Out: a chain of costs. Read ``chain``, then ``scan``, ``stage`` and ``seconds``; ``estimates``
+In: stages and a sample. Out: a chain of costs. Read ``chain``, then ``scan``, ``stage`` and ``options``; ``estimates``
 does the same without a device.
 """
 

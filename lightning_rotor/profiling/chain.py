@@ -32,7 +32,7 @@ from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.guards import Copies
-from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
@@ -43,8 +43,16 @@ from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.options import (
+    SAVED_TENSOR,
+    Interlude,
+    StageSeconds,
+    measure,
+    segment_seconds,
+    with_inverse,
+    with_variants,
+)
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
-from lightning_rotor.profiling.seconds import SAVED_TENSOR, Interlude, StageSeconds, measure, segment_seconds
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
     Layouts,
@@ -53,7 +61,6 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     layouts_from,
 )
-from lightning_rotor.profiling.variants import with_inverse, with_variants
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, is_invertible, unpacked, wiring_of
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
@@ -187,10 +194,6 @@ class _MeasuredStage:
     found: StageMeasurement = field(init=False)
     layouts: Layouts = ()
 
-    def gradient_bytes(self, skip: int) -> int:
-        """Bytes that the gradient which it leaves for a skip with this number keeps alive."""
-        return self.found.gradients.skip_bytes.get(self.profiler.ends.skips.index(skip), 0)
-
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
         """All that its measurement depends on, as a key."""
         profiler, way = self.profiler, self.way
@@ -295,13 +298,10 @@ class _Measuring:
             )
 
     def _given(self, number: int) -> Layouts:
-        """The layouts in which the stages behind leave a stage's gradients, as far as they are unambiguous and known.
-
-        A stage that may rebuild its input leaves other gradients then: only their bytes count.
-        """
+        """The layouts in which the stages behind leave a stage's gradients, as far as they are known."""
         behind, skips = self._chain[number + 1].found, self._chain[number].profiler.ends.skips
         left = {key: (number + 1, layout) for key, layout in behind.gradients.layouts.items() if key < 0}
-        if any(option.fused for option in behind.cost.options):
+        if any(option.fused for option in behind.cost.options):  # it may leave others: only their bytes count
             left.clear()
         for place, skip in enumerate(skips):
             reader = next((use for use in self._skips[skip].uses if use > number), len(self._chain))
@@ -333,6 +333,12 @@ class _Measuring:
             *_way(number, stage, boundary, draws_random=behaviour.draws_random, state=state),
         )
 
+    def _with_gradients(self, number: int, skip: Skip) -> Skip:
+        """A skip with the bytes that the gradients which its readers leave for it keep alive."""
+        readers = [self._chain[use] for use in skip.uses]
+        sizes = (each.found.gradients.skip_bytes.get(each.profiler.ends.skips.index(number), 0) for each in readers)
+        return replace(skip, gradient_bytes=tuple(sizes))
+
     def profile(self) -> Profile:
         """The chain as measured, and what runs it."""
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
@@ -342,10 +348,7 @@ class _Measuring:
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
             segment_seconds=self._segment_seconds,
             device=str(self._device),
-            skips=tuple(
-                replace(skip, gradient_bytes=tuple(self._chain[use].gradient_bytes(number) for use in skip.uses))
-                for number, skip in enumerate(self._skips)
-            ),
+            skips=tuple(map(self._with_gradients, range(len(self._skips)), self._skips)),
         )
         variants = [[option.name for option in cost.options[1:] if not option.inverts] for cost in chain]
         running = [
@@ -362,7 +365,8 @@ def _way(
     """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
-        return None, _lost_inverse(stage)
+        kinds = dict.fromkeys(type(inner).__name__ for _, inner in stage.submodules() if is_invertible(inner))
+        return None, f"{', '.join(kinds)} is but a part of it" if kinds else ""
     if units_in(stage.modules):
         return None, "its parameters are gathered for its forward alone"
     if not number:
@@ -373,28 +377,14 @@ def _way(
     return Way(stage, can_be_fused(module) and not against_fused, draws_random, state), against_fused
 
 
-def _lost_inverse(stage: Stage) -> str:
-    """Why inverses inside of a stage that has none itself are of no use; empty if there are none."""
-    kinds = dict.fromkeys(type(module).__name__ for _, module in stage.submodules() if is_invertible(module))
-    if not kinds:
-        return ""
-    return f"{', '.join(kinds)} is but a part of it"
-
-
 # -------------------------------------------------------------------- What FSDP units in a stage cost beyond the stage.
 
 
 def _with_units(cost: StageCost, units: Sequence[Unit]) -> StageCost:
     """Costs with what FSDP units take and leave. Those inside of one another count as if all were there at once."""
-    sizes = sum((unit.sizes for unit in units), UnitSizes())
-    if not sizes.gathered_bytes:
+    sizes, option = sum((unit.sizes for unit in units), UnitSizes()), cost.keep
+    if not (gathered := sizes.gathered_bytes):
         return cost
-    discard_peak_bytes = cost.discard_peak_bytes + 2 * sizes.gathered_bytes
-    return replace(cost, discard_peak_bytes=discard_peak_bytes, options=(_keep_with_units(cost.keep, sizes),))
-
-
-def _keep_with_units(option: Option, sizes: UnitSizes) -> Option:
-    gathered = sizes.gathered_bytes
     left_bytes = option.parameter_gradient_bytes - min(option.parameter_gradient_bytes, sizes.gradient_bytes)
     # When the gradients are complete, parameters and saved tensors go, then the gradients are copied into a message,
     # whose shard comes back.
@@ -404,7 +394,7 @@ def _keep_with_units(option: Option, sizes: UnitSizes) -> Option:
     def backward(peak_bytes: int) -> int:
         return max(peak_bytes + gathered, sent_bytes)
 
-    return replace(
+    keep = replace(
         option,
         forward_peak_bytes=option.forward_peak_bytes + 2 * gathered,
         # The last stage of a segment is recomputed in its backward, which has gathered it already, so its replay takes
@@ -418,17 +408,14 @@ def _keep_with_units(option: Option, sizes: UnitSizes) -> Option:
         accumulating=None,  # gradients pile up until they are sent, whatever is there from before
         parameter_gradient_bytes=left_bytes + sizes.shard_bytes,
     )
+    return replace(cost, discard_peak_bytes=cost.discard_peak_bytes + 2 * gathered, options=(keep,))
 
 
 # -------------------------------------------------------------------- equal stages, overhead, warnings
 
 
 def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = True) -> tuple[Any, ...]:
-    """A key that is equal for stages that cost the same: same classes, settings, parameter shapes and hooks.
-
-    Attributes that are no plain values count by identity, so that unlike stages never look alike.
-    ``with_numbers=False`` leaves out integers, for layers often know their own number.
-    """
+    """A key that is equal for stages that cost the same; ``with_numbers=False``: layers often know their own number."""
     wires = [numbers for wire in (*stage.wiring.steps, stage.wiring.wire) for numbers in (wire.reads, wire.writes)]
     places = {number: place for place, number in enumerate(dict.fromkeys(sum(wires, ())))}
     identity: list[Any] = [tuple(places[number] for number in numbers) for numbers in wires]
@@ -464,11 +451,7 @@ def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> 
                 "Typical reasons are state outside of buffers, spectral_norm, parameters that the forward itself "
                 "changes (an embedding's max_norm), RReLU, scripted modules, operations in place on the chain's input"
             )
-        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and behaviour.leaves_traces:
-            _log.info(
-                "%r or its hooks keep %d bytes of activations, which the plan counts", cost.name, cost.pinned_bytes
-            )
-        elif cost.pinned_bytes >= WORTH_MENTIONING_BYTES:
+        if cost.pinned_bytes >= WORTH_MENTIONING_BYTES and not behaviour.leaves_traces:  # those are the user's wish
             yield (
                 f"stage {cost.name!r} keeps {cost.pinned_bytes} bytes in its graph that no checkpoint can free "
                 "(tensors stored on an autograd context rather than saved by save_for_backward); the plan counts them"

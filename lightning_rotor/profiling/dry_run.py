@@ -133,7 +133,10 @@ class AssumedValues(TorchDispatchMode):
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result under the assumptions; raises DynamicOutputShapeException if none of them answers."""
         if func is _aten._local_scalar_dense.default:
-            return self._read(args[0].dtype)
+            dtype = args[0].dtype
+            if dtype.is_complex or dtype.is_floating_point:
+                return complex(self._number) if dtype.is_complex else self._number
+            return True if dtype is torch.bool else 1
         if func in (_aten.equal.default, _aten.allclose.default):
             return True
         if func is _aten.nonzero.default:
@@ -143,11 +146,6 @@ class AssumedValues(TorchDispatchMode):
         if packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
             return func(args[0], _expanded(args[1]), *args[2:], **kwargs)
         raise DynamicOutputShapeException(func)
-
-    def _read(self, dtype: torch.dtype) -> bool | int | float | complex:
-        if dtype is torch.bool:
-            return True
-        return complex(self._number) if dtype.is_complex else self._number if dtype.is_floating_point else 1
 
 
 def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -165,11 +163,7 @@ def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
 
 
 def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise ModelError unless stages give a module's outputs, buffers and random numbers on one call.
-
-    A module that gives other bits each time is let pass. Saved tensors are dropped, so this takes no more memory than a
-    forward without gradients.
-    """
+    """Raise ModelError unless stages give a module's outputs, buffers and random numbers on a call, if it repeats."""
     boundary = Boundary.of((tuple(args), dict(kwargs)))
     firsts = firsts_of(tree_leaves((tuple(args), dict(kwargs))))
 

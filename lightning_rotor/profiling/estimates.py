@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -139,8 +139,7 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         key = identity_of(storage)
         if key in self._known:
             return
-        size = in_blocks(storage.nbytes(), self.block_bytes)
-        recording = self._recording
+        size, recording = in_blocks(storage.nbytes(), self.block_bytes), self._recording
 
         def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._known[key]
@@ -203,10 +202,7 @@ class InputSpec:
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model in training mode whose parameters are on ``meta``; ModelError if its constructor reads their values.
-
-    Everything else is real meanwhile: some constructors compute with small tensors and read them.
-    """
+    """A model in training mode whose parameters are on ``meta``; ModelError if its constructor reads their values."""
 
     def forget_values(module: nn.Module, name: str, param: nn.Parameter) -> None:
         if not param.is_meta:  # the same object still, which may be tied or in a list
@@ -277,12 +273,10 @@ def estimate_profile(
 
 def arguments(
     inputs: Sequence[InputSpec], device: torch.device | str, *, floating: torch.dtype | None = None
-) -> tuple[tuple[torch.Tensor, ...], Mapping[str, torch.Tensor]]:
+) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """Tensors for a call, positional and by keyword."""
-    made = [(spec.name, spec.make(device, floating=floating)) for spec in inputs]
-    return tuple(tensor for name, tensor in made if name is None), {
-        name: tensor for name, tensor in made if name is not None
-    }
+    positional = tuple(spec.make(device, floating=floating) for spec in inputs if spec.name is None)
+    return positional, {spec.name: spec.make(device, floating=floating) for spec in inputs if spec.name is not None}
 
 
 @contextmanager

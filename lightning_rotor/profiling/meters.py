@@ -39,9 +39,8 @@ class MeteredPhase:
 
     def raised(self, size_bytes: int) -> MeteredPhase:
         """The same with so much more throughout."""
-        return MeteredPhase(
-            self.label, self.start_bytes + size_bytes, self.peak_bytes + size_bytes, self.end_bytes + size_bytes
-        )
+        levels = (level + size_bytes for level in (self.start_bytes, self.peak_bytes, self.end_bytes))
+        return MeteredPhase(self.label, *levels)
 
     @property
     def freed_bytes(self) -> int:
@@ -247,8 +246,7 @@ def _marks_and_blocks(log: profile) -> list[tuple[Any, Any]]:
 class _CudaRecording(Recording):
     """Reads the allocator at every mark. Allocation happens on the host, so nothing has to be synchronized.
 
-    Threads that communicate may free what they sent a moment later, also between two readings. The statistics of a step
-    are the user's as well, so it resets them once: a phase shows its own peak if that is the highest so far.
+    A step's statistics are the user's as well, reset once: a phase shows its own peak if that is the highest so far.
     """
 
     def __init__(self, device: torch.device, of_step: bool) -> None:

@@ -46,15 +46,12 @@ from lightning_rotor.units import in_blocks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """What a stage takes, without its graph: detached tensors and other objects, in the order of the tree.
-
-    ``whole_storages``: a slice holds what it is cut from, as a stage's output does, unlike the chain's own input.
-    """
+    """What a stage takes, without its graph: detached tensors and other objects, in the order of the tree."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
     requires_grad: tuple[bool, ...]
-    whole_storages: tuple[bool, ...]
+    whole_storages: tuple[bool, ...]  # a slice holds what it is cut from, unlike the chain's own input
 
     @classmethod
     def of(cls, value: Any, *, whole_storages: bool = False) -> Boundary:
@@ -187,10 +184,7 @@ def _skips(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[
 
 
 def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device, *, block_bytes: int = 1) -> Scan:
-    """Run every stage, look at what it does and follow the storages, counted in blocks.
-
-    Raises ModelError if a stage returns no tensor or calls torch's reentrant checkpoint.
-    """
+    """Run every stage, look at what it does and follow the storages, counted in blocks; ModelError if it has none."""
     wiring = wiring_of(stages)
     values = dict(inputs)
     storages = {number: _storages_of(value.leaves, -1, {}, block_bytes) for number, value in inputs.items()}
@@ -287,10 +281,7 @@ def _look(
 
 
 def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
-    """True if an RReLU made these outputs: it saves its noise before it draws it.
-
-    torch's checkpoint ends a recomputation when the last tensor is saved. If that is the noise, it is never drawn.
-    """
+    """True if an RReLU made these outputs: it saves its noise, where a recomputation may end, before it draws it."""
     seen = {output.grad_fn for output in outputs}
     nodes = [node for node in seen if node is not None]
     for node in nodes:
@@ -347,11 +338,7 @@ def _updating(originals: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> tuple
 
 
 def _may_draw(stage: Stage) -> bool:
-    """True if a stage could draw random numbers in some step, since a dropout probability may be raised.
-
-    User code may do anything. Restoring a generator for nothing costs microseconds; not restoring one gives wrong
-    gradients in silence.
-    """
+    """True if a stage could draw random numbers in some step: a probability may be raised, user code do anything."""
     return not _is_stock(stage) or any(isinstance(module, DRAWING) for _, module in stage.submodules())
 
 

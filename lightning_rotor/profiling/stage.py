@@ -36,10 +36,7 @@ from lightning_rotor.units import in_blocks
 
 @dataclass(frozen=True, slots=True)
 class StageEnds:
-    """Which storages a stage takes and leaves behind: skips by their places in ``skips``, None for its link.
-
-    Measurements speak of places, so that they serve all stages with equal ends.
-    """
+    """Which storages a stage takes and leaves behind: skips by places, so that equal ends are equal; None its link."""
 
     skips: tuple[int, ...] = field(compare=False)
     inputs: tuple[int | None, ...]  # of each leaf
@@ -73,10 +70,7 @@ Memories: TypeAlias = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory, ``memory`` by number: plainly, as a slice, expanded or in another order.
-
-    It ``counts_elsewhere`` if an earlier stage's skip has a gradient in the same memory, which keeps it alive.
-    """
+    """How a gradient lies in its memory, ``memory`` by number: plainly, as a slice, expanded or in another order."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -86,7 +80,7 @@ class Layout:
     device: torch.device
     memory: int = 0
     is_plain: bool = False
-    counts_elsewhere: bool = False
+    counts_elsewhere: bool = False  # an earlier stage's skip has a gradient in the same memory, and keeps it alive
 
     @classmethod
     def like(cls, tensor: torch.Tensor, memory: int) -> Layout:
@@ -436,10 +430,7 @@ class StageProfiler:
 
 
 class StageBackward:
-    """The backward of a stage that has just run, given gradients as the profiler's layouts say.
-
-    It holds no tensor in between. The time in which gradients are made is another stage's in training.
-    """
+    """The backward of a stage that has just run, given gradients as the profiler's layouts say; holds no tensor."""
 
     def __init__(self, profiler: StageProfiler, value: Any, output: Any, elsewhere: Memories) -> None:
         ends, self._block_bytes = profiler.ends, profiler.meter.block_bytes
@@ -457,7 +448,7 @@ class StageBackward:
         self._given_up = self._parameters if profiler.gradients_exist else []
 
     def given(self) -> list[torch.Tensor]:
-        """The gradients of its outputs, made now. Then its time begins."""
+        """The gradients of its outputs, made now. Then its time begins: making them is another stage's in training."""
         memories = {**self._elsewhere}
         gradients = [layout.ones(memories) for layout in self._lie]
         self._times.append(self._meter.now())

@@ -98,11 +98,10 @@ def _draw_levels(
     return unit
 
 
-_Bar: TypeAlias = tuple[int, float, float, str]
-"""What runs in a row, from one time to another, and its colour."""
-
-
-def _draw_bars(axes: Axes, bars: Sequence[_Bar], duration: float, height: float, edge: str | None = None) -> None:
+def _draw_bars(
+    axes: Axes, bars: Sequence[tuple[int, float, float, str]], duration: float, height: float, edge: str | None = None
+) -> None:
+    """Bars, given by row, start, end and colour."""
     rows, starts, ends, colours = zip(*bars, strict=True)
     widths = [(end - start) / duration for start, end in zip(starts, ends, strict=True)]
     lefts = [start / duration for start in starts]
@@ -324,7 +323,7 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
 
 def _draw_actions(axes: Axes, simulation: PipelineSimulation, duration: float) -> None:
     """A bar for each action with the number of its micro-batch, its recomputation in another colour."""
-    devices, bars, looks = len(simulation.events), list[_Bar](), set[tuple[Phase, bool]]()
+    devices, bars, looks = len(simulation.events), list[tuple[int, float, float, str]](), set[tuple[Phase, bool]]()
     has_room = devices <= _MOST_NAMED
     for event in chain.from_iterable(simulation.events):
         pale, middle = event.action.stage >= devices, event.start_seconds + event.recompute_seconds

@@ -1,4 +1,4 @@
-"""Measuring the options of a stage beside keeping it: variants that a compiler made, and inverting it.
+"""A stage under each of its options: kept, as variants that a compiler made, and inverted; and a segment's own seconds.
 
 A variant is withheld if its bits differ, or by more than rounding where the user allows for that, and if it takes no
 less memory than another. A stage that draws random numbers has none, see :mod:`lightning_rotor.capture.compiled`.
@@ -8,27 +8,218 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.chain import BackwardPeaks, Option, StageCost
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
-from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.execution.passes import repeating, run_stage
+from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
-from lightning_rotor.profiling.seconds import StageSeconds, seconds_by_turns
-from lightning_rotor.profiling.stage import WORTH_MENTIONING_BYTES, StageMeasurement, StageProfiler
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
+from lightning_rotor.profiling.stage import (
+    WORTH_MENTIONING_BYTES,
+    StageBackward,
+    StageMeasurement,
+    StageProfiler,
+    memories_elsewhere,
+)
+from lightning_rotor.schedule import segments_in
 from lightning_rotor.stages.generators import GeneratorStates
 
 _log = logging.getLogger(__name__)
 
-_ROUNDS = 3  # as many times the runs of other stages
+# -------------------------------------------------------------------- Seconds of a stage as it is kept.
+
+_ENOUGH_SECONDS = 0.5
+"""Seconds in which the noise of a busy machine evens out."""
+_SHORT_SECONDS = 0.01
+"""Seconds so few that one interruption decides what a few runs take."""
+_MORE = 3
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The middle of the faster half, for interruptions never make a run faster."""
+    return max(sorted(seconds)[len(seconds) // 4], 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """Seconds of a forward, of its part up to the last saved tensor, and of a backward."""
+
+    forward: float
+    replay: float
+    backward: float
+
+    def of(self, cost: StageCost) -> StageCost:
+        """The costs of a stage that takes so long."""
+        keep = replace(
+            cost.keep, forward_seconds=self.forward, replay_seconds=self.replay, backward_seconds=self.backward
+        )
+        # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan would
+        # recompute for nothing.
+        return replace(cost, options=(keep,), discard_seconds=self.forward)
+
+
+def measure(profiler: StageProfiler) -> StageMeasurement:
+    """Bytes and seconds of a stage."""
+    profiler.warm_up()
+    seconds = seconds_by_turns([profiler])[0]
+    found = profiler.measure()
+    return replace(found, cost=seconds.of(found.cost))
+
+
+def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
+    """Comparable seconds of one stage's options, which run by turns."""
+    runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
+    while not all(map(_is_timed, profilers, runs)):
+        for profiler, each in zip(profilers, runs, strict=True):
+            with lent_buffers(profiler.stage):
+                each.append(_timed_run(profiler))
+    found = []
+    for profiler, each in zip(profilers, runs, strict=True):
+        forward, backward = map(typical, zip(*each, strict=True))
+        with lent_buffers(profiler.stage):
+            found.append(StageSeconds(forward, forward * _replayed_part(profiler), backward))
+    return tuple(found)
+
+
+def _is_timed(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> bool:
+    """True after ``repeats`` runs, of long ones fewer and of short ones more. In lockstep their number alone counts."""
+    seconds = sum(map(sum, runs))
+    if not profiler.in_lockstep and seconds >= _ENOUGH_SECONDS:
+        return True
+    return len(runs) >= profiler.repeats * (1 if profiler.in_lockstep or seconds >= _SHORT_SECONDS else _MORE)
+
+
+def _timed_run(profiler: StageProfiler) -> tuple[float, float]:
+    """Seconds of a forward and its backward."""
+    profiler.rewind()
+    value = profiler.boundary.fresh()
+    profiler.interlude()
+    start = profiler.meter.now()
+    output = profiler.run(value)
+    forward = profiler.meter.seconds_between(start, profiler.meter.now())
+    run = StageBackward(profiler, value, output, memories_elsewhere(profiler.layouts))
+    del value, output
+    profiler.interlude()
+    run.gradients()
+    return forward, run.seconds
+
+
+def _replayed_part(profiler: StageProfiler) -> float:
+    """The share of a forward that is over at its last saved tensor, from 0 to 1."""
+    value = profiler.boundary.fresh()
+    times = [profiler.meter.now()]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        times.append(profiler.meter.now())
+        return tensor.detach()  # an output would hold the node that holds it, and no backward frees this one
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        profiler.run(value)
+    last_save = profiler.meter.seconds_between(times[0], times[-1])
+    total = profiler.meter.seconds_between(times[0], profiler.meter.now())
+    return min(max(last_save / total, 0.0), 1.0) if total > 0 else 1.0
+
+
+# ----------- What the other stages of a step do to the one that is timed, and what a segment costs the host among them.
+
+
+_NEAR_BYTES, _ALL_BYTES = 4 * 2**20, 32 * 2**20
+"""More than the caches of one processor core hold, and as much as all of its caches hold."""
+_LINE_BYTES = 64
+_ROUNDS = 6
+
+
+class Interlude:
+    """Fills the processor's caches with something else, as what comes between two runs in a step does.
+
+    A run repeated at once finds its code and data there, which in a step it seldom does: a segment around next to
+    nothing takes 0.16 ms of the host's time, and 0.65 ms behind another model's step, or a sweep through 32 MiB (one
+    core of an EPYC). Plans would get too many short segments. Other devices queue kernels, so that caches matter less.
+    """
+
+    def __init__(self, device: torch.device, swept_bytes: int = _NEAR_BYTES) -> None:
+        # NumPy's memory, so that torch's allocator does not count it; one number of each line.
+        self._lines = np.ones(swept_bytes // 8 if device.type == "cpu" else 0)[:: _LINE_BYTES // 8]
+
+    def __call__(self) -> None:
+        """Flush caches between two timings."""
+        self._lines.sum()
+
+
+SAVED_TENSOR, _UNWATCHED = 0.02, 0.4
+"""Shares of a segment's time: for each tensor that autograd would save in it, which torch's checkpoint packs; and what
+a :class:`.Stopwatch` does not see, for torch does it around what it calls. 15 and 300 of 760 µs (one core of an EPYC).
+"""
+
+
+def unwatched_seconds(plan: Plan) -> float:
+    """Seconds of a plan's segments that a stopwatch does not see in a step."""
+    return _UNWATCHED * plan.chain.segment_seconds * len(list(segments_in(plan.schedule.items)))
+
+
+def segment_seconds(device: torch.device, meter: Meter) -> float:
+    """Time that a segment takes of the host beyond what runs in it, as measured first: models do not matter."""
+    return _known(device) if type(meter) in (CpuMeter, CudaMeter) else _measured(device, meter)
+
+
+@cache
+def _known(device: torch.device) -> float:
+    return _measured(device, meter_for(device))
+
+
+def _measured(device: torch.device, meter: Meter) -> float:
+    """Seconds of a segment around next to nothing, behind other work, beyond those of the same without a segment."""
+    tensor = torch.zeros(1, device=device, requires_grad=True)
+    interlude = Interlude(device, _ALL_BYTES)
+    flushing: list[float] = []
+
+    def flush() -> None:
+        start = meter.now()
+        interlude()
+        flushing.append(meter.seconds_between(start, meter.now()))
+
+    def operation(value: torch.Tensor) -> torch.Tensor:
+        flush()
+        return value.tanh()
+
+    def seconds(*, segmented: bool) -> float:
+        interlude()
+        flushing.clear()
+        start = meter.now()
+        if segmented:
+            output = recomputed(operation, tensor, draws_random=False)
+        else:
+            with torch.no_grad():
+                operation(tensor)
+            output = operation(tensor)
+        flush()
+        torch.autograd.grad(output, tensor)
+        return meter.seconds_between(start, meter.now()) - sum(flushing)
+
+    with repeating(False), torch.enable_grad():  # as in a step
+        # By turns, so that a disturbance of the machine meets both; the first time warms up.
+        _, *times = [(seconds(segmented=True), seconds(segmented=False)) for _ in range(_ROUNDS)]
+    segmented, plain = map(typical, zip(*times, strict=True))
+    return max(segmented - plain, 0.0)
+
+
+# -------------------------------------------------------------------- Variants that a compiler made.
+
+
+_MORE_ROUNDS = 3  # as many times the runs of other stages
 
 
 def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
@@ -38,9 +229,6 @@ def _joined(cost: StageCost, more: Iterable[Option]) -> StageCost:
     return replace(cost, options=options, discard_peak_bytes=max(each.discard_peak_bytes or 0 for each in options))
 
 
-# -------------------------------------------------------------------- Variants that a compiler made.
-
-
 def with_variants(
     profiler: StageProfiler,
     alone: StageMeasurement,
@@ -48,10 +236,7 @@ def with_variants(
     kin: Any,
     known: dict[Any, tuple[StageSeconds, ...]],
 ) -> StageMeasurement:
-    """Costs of a compiled stage with its variants, whose seconds are ``known`` for stages of equal ``kin`` and sizes.
-
-    Timed one by one, equal stages differ by chance, and so would plans.
-    """
+    """Costs of a compiled stage with its variants, timed once for ``kin`` of equal sizes: chance must not decide."""
     name = profiler.stage.name
     try:
         variants = compiled.variants(profiler.stage)
@@ -65,7 +250,7 @@ def with_variants(
     profiler = replace(profiler, stage=replace(profiler.stage, variants=tuple(variants.values())))
     others = {variant: replace(profiler, option=option) for option, variant in enumerate(variants, 1)}
     exact = compiled.choice == "exact"
-    outcomes = {variant: _measured(other, expected, alone, exact=exact) for variant, other in others.items()}
+    outcomes = {variant: _measured_variant(other, expected, alone, exact=exact) for variant, other in others.items()}
     found = {variant: outcome for variant, outcome in outcomes.items() if not isinstance(outcome, str)}
     names = _worthwhile({"keep": alone.cost, **found})[1:]
     _log.info(
@@ -80,14 +265,16 @@ def with_variants(
     key = kin, names, tuple(map(_sizes, all_costs))
     if key not in known:
         timed = [profiler, *(others[name] for name in names)]
-        known[key] = seconds_by_turns([replace(each, repeats=_ROUNDS * each.repeats) for each in timed])
+        known[key] = seconds_by_turns([replace(each, repeats=_MORE_ROUNDS * each.repeats) for each in timed])
     cost, *costs = map(StageSeconds.of, known[key], all_costs)
     more = zip(names, costs, strict=True)
     options = (replace(each.keep, name=one, discard_peak_bytes=each.discard_peak_bytes) for one, each in more)
     return replace(alone, cost=_joined(cost, options))
 
 
-def _measured(profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool) -> StageCost | str:
+def _measured_variant(
+    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool
+) -> StageCost | str:
     """The costs of a variant, or why it must not be used."""
     try:
         outcome = _outcome(profiler)
@@ -110,11 +297,8 @@ _Outcome: TypeAlias = list[Sequence[torch.Tensor | None]]
 
 
 def _agree(one: _Outcome, other: _Outcome, *, exact: bool = True) -> bool:
-    """True if all bits are equal; if not ``exact``, sums of some thousand numbers in two orders may differ as they do.
-
-    The scale is the largest entry of a group: a gradient that is zero but for rounding (a bias before a normalization)
-    has none.
-    """
+    """True if all bits are equal; if not ``exact``, sums of many numbers in two orders may differ as they do."""
+    # The scale is a group's largest entry: a gradient that is zero but for rounding (before a normalization) has none.
     for some, others in zip_longest(one, other, fillvalue=()):
         entries = (float(tensor.detach().abs().max()) for tensor in others if tensor is not None and tensor.numel())
         largest = 0.0 if exact else max(entries, default=0.0)
@@ -159,10 +343,7 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
 
 
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
-    """Names of the options, given by falling budget, that take less memory in some respect than each before them.
-
-    Times decide nothing: they differ by chance.
-    """
+    """Names of the options, given by falling budget, that take less memory in some respect than each before them."""
     sizes = {name: _sizes(cost) for name, cost in costs.items()}
 
     def beats(one: str, other: str) -> bool:
@@ -178,7 +359,7 @@ def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
 
 
 def _sizes(cost: StageCost) -> tuple[int, ...]:
-    option, saved = cost.keep, cost.keep.kept_bytes
+    option, saved = cost.keep, cost.keep.kept_bytes  # no times, which differ by chance
     peaks = option.backward_peak_bytes, option.backward_segment_peak_bytes, option.backward_held_peak_bytes
     return saved, cost.discard_peak_bytes, option.forward_peak_bytes, *(saved + peak for peak in peaks)
 
