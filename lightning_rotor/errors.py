@@ -13,10 +13,6 @@ from typing import Any
 class RotorError(Exception):
     """Base class of everything that lightning-rotor raises on purpose."""
 
-    def __init__(self, message: str = "", **attributes: Any) -> None:
-        super().__init__(message)
-        vars(self).update(attributes)
-
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions pickle by calling their class with ``args`` alone; ours may need keywords too (spawned processes).
         return type(self).__new__, (type(self), *self.args), self.__dict__
@@ -37,10 +33,12 @@ class BudgetError(RotorError, ValueError):
             smaller.
     """
 
-    budget_bytes: int
-    minimum_bytes: int
-    stage: str
-    gradient_bytes: int = 0
+    def __init__(
+        self, message: str, *, budget_bytes: int, minimum_bytes: int, stage: str, gradient_bytes: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes, self.minimum_bytes = budget_bytes, minimum_bytes
+        self.stage, self.gradient_bytes = stage, gradient_bytes
 
 
 class TrialError(BudgetError, RuntimeError):
@@ -58,8 +56,10 @@ class ShortageError(RotorError, RuntimeError):
         predicted_bytes: What the plan that failed was to take of it.
     """
 
-    limit_bytes: int
-    predicted_bytes: int
+    def __init__(self, message: str, *, limit_bytes: int, predicted_bytes: int) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.predicted_bytes = predicted_bytes
 
 
 class ScheduleError(RotorError, ValueError):
@@ -99,9 +99,11 @@ class InverseError(RotorError, RuntimeError):
         tolerance: What would have been allowed; None likewise.
     """
 
-    stage: str
-    error: float | None = None
-    tolerance: float | None = None
+    def __init__(self, message: str, *, stage: str, error: float | None = None, tolerance: float | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.error = error
+        self.tolerance = tolerance
 
     def located(self, stage: str) -> InverseError:
         """The same error, with the name of the module that only knows its type."""
