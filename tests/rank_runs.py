@@ -387,6 +387,7 @@ def piped(folder: Path) -> dict[str, Any]:
     """Weights of one pipeline over two GPUs, and of the same training on one; the most that this process took, and what was predicted."""
     from lightning_rotor.strategies import RotorPipelineStrategy
 
+    gc.collect()  # what earlier runs have left in cycles would count in the peak, or not
     batches, peak = Batches(8192, rank=0), StepPeak()
     strategy = RotorPipelineStrategy("body", micro_batches=4, timeout=TIMEOUT, process_group_backend=GPU_BACKEND)
     L.seed_everything(3, verbose=False)
