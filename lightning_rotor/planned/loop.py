@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorError, RotorWarning, ScheduleError
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
@@ -260,6 +259,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 class TrainingLoop(Protocol):
     """Trains a model. Adapters of frameworks say how."""
+
+    from torch.utils.flop_counter import flop_registry  # imports triton, which takes a tenth of a second
 
     model: nn.Module
     may_be_whole: bool  # the model's own forward may be planned
