@@ -158,8 +158,10 @@ class StepCompute(AssumedValues):
     """FLOPs of the forwards in one training step, counted while it runs, by dotted names of submodules."""
 
     def __init__(self, model: nn.Module) -> None:
+        from torch.utils.flop_counter import flop_registry  # it imports triton, which takes a tenth of a second
+
         super().__init__()
-        self.total = 0
+        self._formulas, self.total = flop_registry, 0
         # Inside those that a plan could run: in training mode, with gradients enabled and flowing through the output.
         self.plannable: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()  # of these
@@ -193,7 +195,7 @@ class StepCompute(AssumedValues):
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
         if self.assumed_values == assumed and backward_number() is None:  # not in a backward
-            self.total += _flops(func, args, kwargs or {}, result)
+            self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs or {}, result)
         return result
 
 
@@ -237,7 +239,7 @@ def _outputs_in(value: Any) -> list[torch.Tensor]:
     return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
 
 
-def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def _flops(formula: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     name = packet_of(func).__name__
     if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
         query, key, value = args[:3]
@@ -246,7 +248,6 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
         weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
         return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
-    formula = flop_registry.get(packet_of(func))
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     if func.is_view:
@@ -259,8 +260,6 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 class TrainingLoop(Protocol):
     """Trains a model. Adapters of frameworks say how."""
-
-    from torch.utils.flop_counter import flop_registry  # imports triton, which takes a tenth of a second
 
     model: nn.Module
     may_be_whole: bool  # the model's own forward may be planned
