@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any, NoReturn
@@ -107,11 +107,11 @@ class _ReachedError(BaseException):
 
 
 def first_call(
-    model: pl.LightningModule, module: nn.Module, batch: Any, *, step: str = "training_step", optimizers: int = 1
+    model: pl.LightningModule, module: nn.Module, batch: Any, *, step: str = "training_step"
 ) -> tuple[Call, RunContext] | None:
     """Arguments of a step's first call of a module, and the settings around it; None if it never calls it.
 
-    The step runs up to there and leaves nothing behind; its optimizers, so many, accept everything.
+    The step runs up to there and leaves nothing behind; its optimizer accepts everything.
     """
     run, found = getattr(model, step), list[tuple[Call, RunContext]]()
     arguments, silence = [batch], Silence()
@@ -127,7 +127,7 @@ def first_call(
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     whole = Stage("", (model,))
     with suppress(_ReachedError), undisturbed(model.device), kept_attributes(whole), lent_buffers(whole):
-        model.__dict__.update(silenced([silence] * optimizers, [silence]))
+        model.__dict__.update(silenced([silence], [silence]))
         module.__dict__["forward"] = reached
         run(*arguments)
     for parameter, learns in learning:
@@ -158,10 +158,8 @@ class TrainerLoop(TrainingLoop):
         self.steps = lambda: trainer.global_step
 
     @override
-    def compute(
-        self, batch: Any, batch_idx: int, *, prepare: Callable[[pl.LightningModule], object] = lambda copy: None
-    ) -> StepCompute:
-        """FLOPs of the next step, from a dry run of ``training_step`` on a copy that ``prepare`` sees first."""
+    def compute(self, batch: Any, batch_idx: int) -> StepCompute:
+        """FLOPs of the next step, from a dry run of ``training_step`` on a copy."""
         training_step, stand_in = self.model.training_step, _TrainerStandIn(self.trainer)
         if is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
             raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
@@ -171,7 +169,6 @@ class TrainerLoop(TrainingLoop):
             for module in copy.modules():
                 if isinstance(module, pl.LightningModule):
                     _isolate(module, stand_in)
-            prepare(copy)
             with self.trainer.precision_plugin.train_step_context():
                 copy.on_train_batch_start(inputs[0], batch_idx)
                 copy.training_step(*inputs)

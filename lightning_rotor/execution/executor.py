@@ -1,19 +1,19 @@
-"""The executor: nested non-reentrant checkpoints, one for each segment of the schedule.
+"""The executor: nested recomputations, one for each segment of the schedule.
 
 The recursion of the schedule is the recursion of the calls, so there is nothing to interpret::
 
     schedule   0 (1-2) 3              forward                        backward
                                       stage 0, recorded              stage 3
-                                      checkpoint( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again;
+                                      recomputed( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again;
                                       stage 3, recorded              stages 2, 1, 0
 
-torch's non-reentrant checkpoint builds the original graph, drops every tensor that it saves, and runs the function
-again when the backward first asks for one. What the second run must not repeat is in ``passes``.
+The forward builds the original graph and drops every tensor that a segment saves (``recomputation``). What the second
+run of the segment must not repeat is in ``passes``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,13 +22,11 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.passes import (
-    Again,
     FirstPass,
     changed_meanwhile,
     first_changed,
@@ -38,6 +36,7 @@ from lightning_rotor.execution.passes import (
     repeating,
     run_stage,
 )
+from lightning_rotor.execution.recomputation import Recomputation
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
@@ -208,61 +207,73 @@ _TIMED_CALLS = 5
 class _Inputs:
     """Inputs of one segment, until the last backward that runs through it has them.
 
-    Its backwards, the most expensive moments, go without them, unless the graph is kept. Inner segments get their
-    inputs from the recomputation around them, which does the same.
+    Its backwards, the most expensive moments, go without them, unless the graph is kept. An inner segment gets them
+    from the recomputation around it, which does the same; where somebody's hooks save tensors elsewhere, they do so.
+    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._tensors: list[torch.Tensor | None] = []
-        self._last_backward: int | None = None  # the one that gives them up
+    def __init__(
+        self, name: str, leaves: list[Any], spec: TreeSpec, stamps: list[int], spell: Callable[[int, TreeSpec], str]
+    ) -> None:
+        self._name, self._spec, self._stamps, self._spell = name, spec, stamps, spell
+        self._hooks = private.hooks_for_saved_tensors()
+        self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
+        # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
+        self._anew = is_checkpointing() or is_recomputing()
+        self._copied = self._hooks is not None and not self._anew
+        self._leaves: list[Any] | None = [*leaves]
+        if self._hooks is not None:
+            with torch.no_grad():
+                for place in self._tensors:
+                    self._leaves[place] = self._hooks[0](leaves[place])
 
-    def save(self, tensor: torch.Tensor) -> int:
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
-
-    def hand_out(self, number: int) -> torch.Tensor:
-        tensor = self._tensors[number]
-        if tensor is None:
+    def leaves(self) -> list[Any]:
+        """The leaves of the inputs, for a recomputation."""
+        if self._leaves is None:
             raise ExecutionError(
                 f"{self._name} is recomputed again after a backward that did not keep the graph: "
                 "pass retain_graph=True to all but the last backward"
             )
-        if self._are_needed_no_more():
-            self._tensors[number] = None
+        leaves = [*self._leaves]
+        if self._hooks is None and not self._anew and _are_needed_no_more(leaves[place] for place in self._tensors):
+            self._leaves = None
+        for place, kind in zip(self._tensors, self._kinds, strict=True):
+            tensor = leaves[place] if self._hooks is None else self._hooks[1](leaves[place])
+            leaves[place] = _alone(tensor, *kind)
+        return leaves
+
+    def require_unchanged(self, leaves: Sequence[Any]) -> Any:
+        """The inputs, from leaves that must be what they were."""
+        tensors = [leaves[place] for place in self._tensors]
+        before = self._stamps[: len(tensors)] if self._anew else self._stamps
+        number = first_changed(before, tensors, or_copies=self._copied)
+        if number is not None:
+            raise changed_meanwhile(
+                self._spell(self._tensors[number], self._spec),
+                "Overwrite it behind that, give the module a copy of its own (x.clone())",
+            )
+        return tree_unflatten(leaves, self._spec)
+
+
+def _are_needed_no_more(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if the running backward goes on to all that made some inputs, and frees that graph.
+
+    Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
+    node, another backward may still come from there: two heads that read one input each, or untrained inputs.
+    """
+    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    if not nodes or private.backward_number() is None or private.backward_keeps_graph():
+        return False
+    return all(map(private.backward_reaches, nodes))
+
+
+def _alone(tensor: torch.Tensor, learns: bool, is_leaf: bool) -> torch.Tensor:
+    """An input for another pass, in the same memory: hooks that it gets are not the first pass's."""
+    if not learns:
         return tensor
-
-    def _are_needed_no_more(self) -> bool:
-        """True if the running backward goes on to all that made the inputs, and frees that graph.
-
-        Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
-        node, another backward may still come from there: two heads that read one input each, or untrained inputs.
-        """
-        backward = private.backward_number()
-        if backward is not None and backward != self._last_backward:
-            nodes = [tensor.grad_fn for tensor in self._tensors if tensor is not None and tensor.grad_fn is not None]
-            if nodes and not private.backward_keeps_graph() and all(map(private.backward_reaches, nodes)):
-                self._last_backward = backward
-        return backward is not None and backward == self._last_backward
-
-
-def _unless_changed(
-    function: Callable[..., Any],
-    spec: TreeSpec,
-    before: list[int],
-    or_copies: bool,
-    spell_input: Callable[[int, TreeSpec], str],
-    *leaves: Any,
-) -> Any:
-    """Run a function on inputs that must be what they were."""
-    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
-    number = first_changed(before, tensors, or_copies=or_copies)
-    if number is not None:
-        place = next(place for place, value in enumerate(leaves) if value is tensors[number])
-        raise changed_meanwhile(
-            spell_input(place, spec), "Overwrite it behind that, give the module a copy of its own (x.clone())"
-        )
-    return function(*tree_unflatten(leaves, spec))
+    alone = tensor.detach().requires_grad_()
+    return alone if is_leaf else alone.view_as(alone)
 
 
 def recomputed(
@@ -278,34 +289,26 @@ def recomputed(
 
     The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
-    changes, or might change some day; ``watch`` times the recomputation; ``spell_input`` names a leaf of the inputs.
+    changes, or might change some day; ``watch`` times both runs; ``spell_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
-            recomputation. In the backward: one of them has changed since.
+            recomputation. In the backward: one of them has changed since, or it saves other tensors than before.
     """
     leaves, spec = tree_flatten(inputs)
     tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
-    before = expected = private.stamps(tensors)
-    hooks: AbstractContextManager[Any] = nullcontext()
-    or_copies = False
-    nested = is_checkpointing() or is_recomputing()
-    if nested:
-        # Inside another segment, whose recomputation makes the inputs anew, in other memory, by the same operations.
-        expected = before[: len(tensors)]
-    elif private.hooks_for_saved_tensors() is not None:
-        or_copies = True  # somebody's hooks bring back what they like
+    before = private.stamps(tensors)
+    if torch.is_grad_enabled():
+        timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
+        with nullcontext() if is_checkpointing() or is_recomputing() else timing():
+            held = _Inputs(name, leaves, spec, before, spell_input)
+            device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+            first_pass = FirstPass(state, device if draws_random else None)
+            again = partial(_run_again, function, held, first_pass, timing)
+            with passing_first(first_pass), Recomputation(name, again).dropping():
+                output = function(*inputs)
     else:
-        held = _Inputs(name)
-        hooks = torch.autograd.graph.saved_tensors_hooks(held.save, held.hand_out)
-    with hooks, nullcontext() if watch is None or nested else watch.timing(watch.calls):
-        output = checkpoint(
-            partial(_unless_changed, function, spec, expected, or_copies, spell_input),
-            *leaves,
-            use_reentrant=False,
-            preserve_rng_state=draws_random,
-            context_fn=partial(_contexts, state, watch),
-        )
+        output = function(*inputs)
     if first_changed(before, tensors) is not None:
         raise ExecutionError(
             f"{name} changes its input in place, so it cannot be recomputed from it: expected an untouched input. "
@@ -314,12 +317,15 @@ def recomputed(
     return output
 
 
-def _contexts(
-    state: SegmentState, watch: Stopwatch | None
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    first_pass = FirstPass(state)
-    timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
-    return passing_first(first_pass), Again(timing, first_pass.replayed, repeating)
+def _run_again(
+    function: Callable[..., Any],
+    inputs: _Inputs,
+    first_pass: FirstPass,
+    timing: Callable[[], AbstractContextManager[None]],
+) -> None:
+    leaves = inputs.leaves()  # for which a segment around this one may run again
+    with timing(), first_pass.replayed(), repeating():
+        function(*inputs.require_unchanged(leaves))
 
 
 # ----------------------------------------------------------------------------------------------------

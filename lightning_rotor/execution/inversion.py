@@ -23,7 +23,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,11 +32,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.passes import (
-    Again,
     FirstPass,
     buffers_of,
     forget_casts,
@@ -45,6 +43,7 @@ from lightning_rotor.execution.passes import (
     run_stage,
     tensors_read,
 )
+from lightning_rotor.execution.recomputation import Recomputation
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import TreeSpec, same_bits, tree_flatten, tree_unflatten
@@ -196,24 +195,17 @@ def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float
 
 
 class Moment:
-    """What one call of a module saw of generators (if it drew), buffers that it changed, attributes and autocast."""
+    """What one call of a module saw of generators (if it drew), buffers that it changed, attributes and settings."""
 
     def __init__(self, device: torch.device, state: Callable[[], SegmentState], *, may_draw: bool = True) -> None:
         self._device, self._state, self._may_draw = device, state, may_draw
         # Scratch is made when it is needed.
         self.first_pass = FirstPass(replace(state(), statistics=()))
-        self._generators: GeneratorStates | None = None
-        self._autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in dict.fromkeys(("cpu", "cuda", device.type))
-            if torch.amp.is_autocast_available(kind)
-        )
-        self._cache = torch.is_autocast_cache_enabled()
 
     @property
     def draws_random(self) -> bool:
         """True if the first call drew random numbers."""
-        return self._generators is not None
+        return self.first_pass.generators is not None
 
     @contextmanager
     def first(self) -> Iterator[None]:
@@ -221,11 +213,10 @@ class Moment:
         first_pass = self.first_pass
         buffers = list(buffers_of(first_pass.state.remembered))
         with passing_first(first_pass):
-            first_pass.generators = None  # they are among ours
-            before = GeneratorStates(self._device) if self._may_draw else None
+            first_pass.generators = before = GeneratorStates(self._device) if self._may_draw else None
             yield
-            if before is not None and not before.equals(GeneratorStates(self._device)):
-                self._generators = before
+            if before is not None and before.equals(GeneratorStates(self._device)):
+                first_pass.generators = None
         unchanged = {  # by value: the kernels of normalization write without a new version
             (id(module), name): (module._buffers, name, buffer)
             for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True)
@@ -242,12 +233,7 @@ class Moment:
         like.read = like.read.standing_in({id(parameter): other for parameter, other in exchanged})
         with ExitStack() as stack:
             stack.enter_context(repeating())
-            if self._generators is not None:
-                stack.callback(GeneratorStates(self._device).restore)
-                self._generators.restore()
             stack.enter_context(like.replayed())
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
             # Weights cast without gradients must not serve a forward with them.
             stack.callback(forget_casts)
             yield
@@ -452,14 +438,9 @@ class Inversion:
         inputs, self._taken = tree_flatten(value)
         versions = [private.version_of(tensor) for tensor in inputs]
         # With gradients: kernels may give other last bits where none is wanted.
-        with self.moment.first():  # its graph will be dropped; a backward inside of the function runs it again
-            output = checkpoint(
-                partial(run_stage, self.way.stage),
-                value,
-                use_reentrant=False,
-                preserve_rng_state=self.way.draws_random,
-                context_fn=lambda: (nullcontext(), Again(self.moment.first_pass.replayed, repeating)),
-            )
+        # Its graph will be dropped; a backward inside of the function runs it again.
+        with self.moment.first(), Recomputation(self.way.name, partial(self._run_again, value)).dropping():
+            output = run_stage(self.way.stage, value)
         made = require_own_output(inputs, versions, output, name=self.way.name)
         self._made = tree_flatten(output)[1]
         learns = [tensor.requires_grad for tensor in made]
@@ -471,6 +452,10 @@ class Inversion:
         if source is not None:
             source.hand_over(self, inputs)
         return tree_unflatten(outputs, self._made)
+
+    def _run_again(self, value: Any) -> None:
+        with self.moment.first_pass.replayed(), repeating():
+            run_stage(self.way.stage, value)
 
     def _accepted(self, value: Any, *, what: str) -> list[torch.Tensor]:
         """The rebuilt tensors, checked and laid out as they were."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from itertools import product
@@ -128,25 +128,30 @@ _Write: TypeAlias = Callable[[Any], None]
 
 
 class Settings:
-    """The settings at the moment when it is made."""
+    """The settings at the moment when it is made: the process's, and the thread's autocast and default device."""
 
-    __slots__ = ("_device", "_values")
+    __slots__ = ("_device", "_values", "autocast")
 
     def __init__(self) -> None:
-        self._values = settings()
+        self._values, self.autocast = settings(), _autocast()
         self._device = private.default_device()
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which they are set again. What the code in it sets is undone at the end."""
-        before, older = settings(), None
+        before, older, autocast = settings(), None, _autocast()
         device = None if self._device == private.default_device() else self._device or torch.device("cpu")
         try:
             if before != self._values:
                 older = _change(self._values)
+            if autocast != self.autocast:
+                _write(self.autocast, _AUTOCAST)
             with nullcontext() if device is None else device:
                 yield
         finally:
+            if autocast != self.autocast:
+                torch.clear_autocast_cache()  # as the end of the context does: weights may change before the next one
+                _write(autocast, _AUTOCAST)
             if settings() != before:
                 _change(before, older)
 
@@ -203,13 +208,13 @@ def settings() -> tuple[Any, ...]:
 
 
 def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
-    """Set all settings, and the ``older`` ones, by default as the new ones imply. Returns what the older ones were."""
+    """Set the process's settings, and ``older`` ones, by default as the new ones imply. Returns what these were."""
     told = [_told(read) for read, _, _ in _OLDER]
-    _write(values)
+    _write(values, _SETTINGS)
     for (_, write, implied), value in zip(_OLDER, told if older is None else older, strict=True):
         if value is not None:
             write(implied() if older is None else value)
-    _write(values)
+    _write(values, _SETTINGS)
     return told
 
 
@@ -220,9 +225,13 @@ def _told(read: _Read) -> Any:
         return None
 
 
-def _write(values: tuple[Any, ...]) -> None:
+def _autocast() -> tuple[Any, ...]:
+    return tuple([read() for read, _ in _AUTOCAST])
+
+
+def _write(values: tuple[Any, ...], table: tuple[tuple[_Read, _Write], ...]) -> None:
     # In order, and looking again: operations without a precision of their own follow that of their backend.
-    for (read, write), value in zip(_SETTINGS, values, strict=True):
+    for (read, write), value in zip(table, values, strict=True):
         if read() != value:
             write(value)
 
@@ -267,6 +276,13 @@ _SETTINGS: tuple[tuple[_Read, _Write], ...] = (
     (private.attention_order, private.set_attention_order),
 )
 _READS = tuple(read for read, _ in _SETTINGS)
+_KINDS = ("cpu", "cuda")
+# Those of the thread. A step's forward is often under autocast and its backward is not, so they are apart.
+_AUTOCAST: tuple[tuple[_Read, _Write], ...] = (
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)) for kind in _KINDS),
+    *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)) for kind in _KINDS),
+)
 # Names from before torch 2.9 for several of the above at once, which torch does not tell if newer names say otherwise.
 _OLDER: tuple[tuple[_Read, _Write, _Read], ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, _products),
@@ -364,26 +380,14 @@ def changed_meanwhile(what: str, remedy: str) -> ExecutionError:
 # A first pass and its repetitions.
 
 
-class Again(AbstractContextManager[None]):
-    """Context of the recomputation. It is entered once for each backward, and makes its contexts anew each time."""
-
-    def __init__(self, *contexts: Callable[[], AbstractContextManager[None]]) -> None:
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        self._entered = ExitStack()
-        for context in self._contexts:
-            self._entered.enter_context(context())
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
 class FirstPass:
-    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses."""
+    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses.
 
-    def __init__(self, state: SegmentState) -> None:
-        self.state = state
+    ``device`` is the one whose generators of torch it may use, besides the host's.
+    """
+
+    def __init__(self, state: SegmentState, device: torch.device | None = None) -> None:
+        self.state, self._device = state, device
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
         self.read = TensorsRead((), state.spell)
@@ -403,7 +407,9 @@ class FirstPass:
             observers = Observers(self.state.attributed)
             self._watched = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES), observers
             observers.watch()
-        self.generators = GeneratorStates(torchs=False) if self.state.attributed else None
+        if self.state.attributed or self._device is not None:
+            own, torchs = bool(self.state.attributed), self._device is not None
+            self.generators = GeneratorStates(self._device, host=own, torchs=torchs)
         self._layers = LayerSettings(self.state.layers)
         self.read = tensors_read(self.state)
         try:
@@ -424,7 +430,7 @@ class FirstPass:
             for settings in (self._settings, self._layers, self.read):
                 stack.enter_context(settings.restored())
             if self.generators is not None:
-                stack.callback(GeneratorStates(torchs=False).restore)
+                stack.callback(self.generators.now().restore)
                 self.generators.restore()
             if self._watched is not None:
                 before, observers = self._watched

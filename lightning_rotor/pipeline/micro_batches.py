@@ -161,33 +161,14 @@ def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
 # -------------------------------------------------------------------- settings
 
 
-_KINDS = ("cpu", "cuda")
+class RunContext(Settings):
+    """Settings as they are when it is made, and the types of numbers that they imply, which are hashable."""
 
-
-class RunContext:
-    """Settings of torch, and the thread's autocast, as they are when it is made."""
-
-    __slots__ = ("_autocast", "_settings", "dtypes")
+    __slots__ = ("dtypes",)
 
     def __init__(self) -> None:
-        self._settings = Settings()
-        self._autocast = tuple(map(_autocast, _KINDS))
-        self.dtypes = torch.get_default_dtype(), self._autocast
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context in which the settings hold again."""
-        with ExitStack() as stack:
-            stack.enter_context(self._settings.restored())
-            for kind, wanted in zip(_KINDS, self._autocast, strict=True):
-                if wanted != _autocast(kind):
-                    enabled, dtype, caches = wanted
-                    stack.enter_context(torch.autocast(kind, dtype, enabled, caches))
-            yield
-
-
-def _autocast(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        super().__init__()
+        self.dtypes = torch.get_default_dtype(), self.autocast
 
 
 # -------------------------------------------------------------------- deferred batch normalization

@@ -146,7 +146,7 @@ class Interlude:
     """Fills the processor's caches with something else, as what comes between two runs in a step does.
 
     A run repeated at once finds its code and data there, which in a step it seldom does: a segment around next to
-    nothing takes 0.16 ms of the host's time, and 0.65 ms behind another model's step, or a sweep through 32 MiB (one
+    nothing takes 0.08 ms of the host's time, and 0.42 ms behind another model's step, or a sweep through 32 MiB (one
     core of an EPYC). Plans would get too many short segments. Other devices queue kernels, so that caches matter less.
     """
 
@@ -159,9 +159,9 @@ class Interlude:
         self._lines.sum()
 
 
-SAVED_TENSOR, _UNWATCHED = 0.02, 0.4
-"""Shares of a segment's time: for each tensor that autograd would save in it, which torch's checkpoint packs; and what
-a :class:`.Stopwatch` does not see, for torch does it around what it calls. 15 and 300 of 760 µs (one core of an EPYC).
+SAVED_TENSOR, _UNWATCHED = 0.02, 0.2
+"""Shares of a segment's time: for each tensor that autograd would save in it, and what a :class:`.Stopwatch` does not
+see, for it comes around what runs in the segment. 8 and 95 of 420 µs (one core of an EPYC).
 """
 
 

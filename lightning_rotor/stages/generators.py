@@ -20,7 +20,7 @@ class GeneratorStates:
     """The state of all global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
 
     With ``counted``, torch's allocator counts the remembered bytes, as plans do. torch's own layers never use Python's
-    and NumPy's generators (``host``); torch's checkpoint remembers torch's own (``torchs``).
+    and NumPy's generators (``host``), and some draw no random numbers at all (``torchs``).
     """
 
     __slots__ = ("_host", "_torch", "device")
@@ -39,6 +39,11 @@ class GeneratorStates:
                 self._torch.append(torch.get_rng_state() if counted else uncounted_copy(torch.get_rng_state()))
                 if self.device is not None:
                     self._torch.append(torch.cuda.get_rng_state(self.device))
+
+    def now(self) -> GeneratorStates:
+        """The state of the same generators at this moment."""
+        device = self.device or torch.device("cpu")
+        return GeneratorStates(device, host=self._host is not None, torchs=bool(self._torch))
 
     def restore(self) -> None:
         """Set the generators back to this state."""
