@@ -49,6 +49,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -70,6 +71,7 @@ METHODS = (
     "ours-whole",
 )
 LEAST_ROUNDS = 8
+_numbers = count()
 LOSS_BYTES = 8  # of the loss, outside of the module
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2)
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -476,7 +478,12 @@ def by_milp(workload: Any, build: Callable[[], Any], plain: Callable[[], Any]) -
 
 
 def compiled_under(budget: float) -> Callable[..., Any]:
-    """A compiled function that calls a module. Its code is its own, for compiled code is kept with the code that it was made from."""
+    """A compiled function that calls a module.
+
+    Its code is its own, for compiled code is kept with the code that it was made from. So is its name, by which torch
+    notes sizes that have changed: blocks of several sizes would make the whole model one of any size, which Inductor
+    cannot always compile.
+    """
     import torch
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -485,7 +492,8 @@ def compiled_under(budget: float) -> Callable[..., Any]:
         with torch._functorch.config.patch(activation_memory_budget=budget):
             return compile_fx(graph, inputs)
 
-    return torch.compile(FunctionType(_call.__code__.replace(), globals()), backend=backend)
+    code = _call.__code__.replace(co_name=f"_call_{next(_numbers)}")
+    return torch.compile(FunctionType(code, globals()), backend=backend)
 
 
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:

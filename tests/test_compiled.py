@@ -223,6 +223,21 @@ def test_other_shapes_share_what_is_compiled_as_they_do_without_this_package() -
     assert backend.symbolic == [False] * 3 + [True] * 3
 
 
+class Halved(Block):
+    """A block of half of the places."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input)[:, ::2]
+
+
+def test_variants_of_blocks_of_other_sizes_are_compiled_for_one_size_each() -> None:
+    backend = Backend()
+    profile_of(Net([compiled(kind(), backend=backend) for kind in (Halved, Block)]), torch.randn(4, 16, 8))
+    variants = [symbolic for budget, symbolic in zip(backend.budgets, backend.symbolic, strict=True) if budget < 1]
+    assert len(variants) == 2 * len(BUDGETS)
+    assert not any(variants)
+
+
 def test_variants_are_compiled_with_the_users_settings() -> None:
     backend = Backend()
     profile_of(Net([compiled(Statistics(), backend=backend, dynamic=True)]), torch.randn(4, 16, 8))

@@ -19,8 +19,8 @@ from typing_extensions import Self, override
 from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.pipeline.micro_batches import Call, RunContext
+from lightning_rotor.execution.passes import Settings, is_recomputing
+from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
 from lightning_rotor.planned.modules import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
@@ -108,12 +108,12 @@ class _ReachedError(BaseException):
 
 def first_call(
     model: pl.LightningModule, module: nn.Module, batch: Any, *, step: str = "training_step"
-) -> tuple[Call, RunContext] | None:
+) -> tuple[Call, Settings] | None:
     """Arguments of a step's first call of a module, and the settings around it; None if it never calls it.
 
     The step runs up to there and leaves nothing behind; its optimizer accepts everything.
     """
-    run, found = getattr(model, step), list[tuple[Call, RunContext]]()
+    run, found = getattr(model, step), list[tuple[Call, Settings]]()
     arguments, silence = [batch], Silence()
     for number, name in enumerate(("batch_idx", "dataloader_idx"), 2):
         if is_param_in_hook_signature(run, name, min_args=number):
@@ -121,7 +121,7 @@ def first_call(
 
     @outside_of_graphs
     def reached(*args: Any, **kwargs: Any) -> NoReturn:
-        found.append(((args, kwargs), RunContext()))
+        found.append(((args, kwargs), Settings()))
         raise _ReachedError
 
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from types import FunctionType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -32,6 +33,7 @@ Variants: TypeAlias = Literal["exact", "close", "off"]
 """Which variants may be used, see :class:`CompiledModules`."""
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 """Activation memory budgets that are tried besides the user's own."""
+_numbers = count()
 
 
 class CannotRepeatError(Exception):
@@ -106,8 +108,10 @@ class CompiledModules:
         # One function for each code of the user's: the compiler gives up when one has too many variants.
         key = self._number(settings), budget, type(inner).forward
         if key not in self._functions:
-            # Compiled code is kept with the code object that it stands for, so each function needs its own.
-            own = FunctionType(private.call_uncompiled.__code__.replace(), globals())
+            # Compiled code is kept with the code object that it stands for, and what torch has seen of sizes with its
+            # name: modules of two sizes would become ones of any size, which are slower.
+            name = f"{private.call_uncompiled.__name__}_{next(_numbers)}"
+            own = FunctionType(private.call_uncompiled.__code__.replace(co_name=name), globals())
             self._functions[key] = own, partial(_compile_under, settings.backend, budget)
         function, backend = self._functions[key]
         fullgraph = one_graph or settings.fullgraph

@@ -7,8 +7,8 @@ The recursion of the schedule is the recursion of the calls, so there is nothing
                                       recomputed( stage 1, 2 )       first saved tensor of 2 → run 1, 2 again;
                                       stage 3, recorded              stages 2, 1, 0
 
-The forward builds the original graph and drops every tensor that a segment saves (``recomputation``). What the second
-run of the segment must not repeat is in ``passes``.
+The forward builds the original graph and drops every tensor that a segment saves. How it runs again, and what that must
+not repeat, is in ``passes``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.passes import (
     FirstPass,
+    Recomputation,
     changed_meanwhile,
     first_changed,
     is_checkpointing,
@@ -36,7 +37,6 @@ from lightning_rotor.execution.passes import (
     repeating,
     run_stage,
 )
-from lightning_rotor.execution.recomputation import Recomputation
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in

@@ -36,6 +36,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.passes import (
     FirstPass,
+    Recomputation,
     buffers_of,
     forget_casts,
     passing_first,
@@ -43,7 +44,6 @@ from lightning_rotor.execution.passes import (
     run_stage,
     tensors_read,
 )
-from lightning_rotor.execution.recomputation import Recomputation
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import TreeSpec, same_bits, tree_flatten, tree_unflatten

@@ -28,9 +28,11 @@ from functools import partial
 from itertools import product
 from operator import attrgetter, is_
 from typing import Any, TypeAlias
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.backends import cuda, cudnn, mkldnn
 
 from lightning_rotor.errors import ExecutionError, InverseError
@@ -130,11 +132,16 @@ _Write: TypeAlias = Callable[[Any], None]
 class Settings:
     """The settings at the moment when it is made: the process's, and the thread's autocast and default device."""
 
-    __slots__ = ("_device", "_values", "autocast")
+    __slots__ = ("_autocast", "_device", "_values")
 
     def __init__(self) -> None:
-        self._values, self.autocast = settings(), _autocast()
+        self._values, self._autocast = settings(), _autocast()
         self._device = private.default_device()
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, tuple[Any, ...]]:
+        """Types of numbers that a forward makes by itself."""
+        return self._values[0], self._autocast
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -144,12 +151,12 @@ class Settings:
         try:
             if before != self._values:
                 older = _change(self._values)
-            if autocast != self.autocast:
-                _write(self.autocast, _AUTOCAST)
+            if autocast != self._autocast:
+                _write(self._autocast, _AUTOCAST)
             with nullcontext() if device is None else device:
                 yield
         finally:
-            if autocast != self.autocast:
+            if autocast != self._autocast:
                 torch.clear_autocast_cache()  # as the end of the context does: weights may change before the next one
                 _write(autocast, _AUTOCAST)
             if settings() != before:
@@ -495,3 +502,100 @@ def _slots(state: SegmentState) -> Iterator[Slot]:
         for table in (module._parameters, module._buffers):  # attributes are not followed
             if name in table:
                 yield table, name, table[name]
+
+
+# -------------------------------- What autograd would save in a forward is dropped, and made again by a second forward.
+
+# torch's non-reentrant checkpoint does so for any function. Where what runs again is known, half of its time is enough:
+#
+#     forward             saves 1   2   3         leaves places 1 2 3
+#     backward            asks for 3, 2, 1        the first time, runs again up to the third save, which fills 1 2 3
+#
+# The places die with the graph: what a first backward has freed is not filled again for a second one.
+
+
+class _Enough(BaseException):  # no user code that survives errors shall survive this
+    """All places are filled, so the rest of the forward need not run."""
+
+
+class _Place:
+    """Where autograd would have saved a tensor: what fills it, by the number of the backward that asked."""
+
+    __slots__ = ("__weakref__", "filled")
+
+    def __init__(self) -> None:
+        self.filled: dict[int | None, torch.Tensor] = {}
+
+
+class Recomputation:
+    """What a forward saves while it runs in :meth:`dropping`, by running again in each backward.
+
+    Args:
+        name: Of the forward, in messages.
+        again: Runs the forward again, with gradients.
+    """
+
+    __slots__ = ("_again", "_asked", "_kinds", "_name", "_places")
+
+    def __init__(self, name: str, again: Callable[[], object]) -> None:
+        self._name, self._again = name, again
+        self._places: list[ReferenceType[_Place]] = []
+        self._kinds: list[tuple[torch.dtype, torch.Size, torch.device]] = []
+        self._asked: set[int] = set()
+
+    def dropping(self) -> saved_tensors_hooks:
+        """Context of the forward."""
+        return saved_tensors_hooks(self._drop, self._get)
+
+    def _drop(self, tensor: torch.Tensor) -> _Place:
+        place = _Place()
+        self._places.append(ref(place))
+        self._kinds.append((tensor.dtype, tensor.shape, tensor.device))
+        return place
+
+    def _get(self, place: _Place) -> torch.Tensor:
+        backward = private.backward_number()
+        if backward not in place.filled:
+            if backward in self._asked:
+                raise ExecutionError(
+                    f"a backward asked {self._name} twice for the same saved tensor: expected once. "
+                    "Read ctx.saved_tensors once in the backward of a torch.autograd.Function"
+                )
+            if backward is not None:
+                self._asked.add(backward)
+            self._fill(backward)
+        return place.filled.pop(backward)
+
+    def _fill(self, backward: int | None) -> None:
+        """Run again until all places that are there now have been saved to."""
+        number = 0
+
+        def save(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal number
+            if tensor.requires_grad:
+                tensor = tensor.detach()  # its node would hold it, and it holds its node
+            if number < len(self._places):
+                place = self._places[number]()
+                if place is not None:
+                    if self._kinds[number] != (tensor.dtype, tensor.shape, tensor.device):
+                        raise self._differs(f"{tensor.dtype} of shape {tuple(tensor.shape)}", self._kinds[number])
+                    place.filled[backward] = tensor
+                number += 1
+            if number == len(self._places):
+                raise _Enough
+            return tensor
+
+        try:
+            with saved_tensors_hooks(save, lambda tensor: tensor), torch.enable_grad():
+                self._again()
+        except _Enough:
+            pass
+        if number < len(self._places):
+            raise self._differs("none", self._kinds[number])
+
+    def _differs(self, received: str, kind: tuple[torch.dtype, torch.Size, torch.device]) -> ExecutionError:
+        return ExecutionError(
+            f"{self._name} ran again in the backward and saved other tensors than before: expected {kind[0]} of shape "
+            f"{tuple(kind[1])} on {kind[2]}, received {received}. Its forward depends on what a recomputation does "
+            "not see again: move that into its arguments, or out of the module"
+        )

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.execution.passes import Settings
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
@@ -156,19 +155,6 @@ def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
         else stage
         for place, (stage, cost) in enumerate(zip(stages, chain, strict=True))
     )
-
-
-# -------------------------------------------------------------------- settings
-
-
-class RunContext(Settings):
-    """Settings as they are when it is made, and the types of numbers that they imply, which are hashable."""
-
-    __slots__ = ("dtypes",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes = torch.get_default_dtype(), self.autocast
 
 
 # -------------------------------------------------------------------- deferred batch normalization

@@ -38,9 +38,9 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.execution.passes import Settings, run_stage
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, RunContext, mixed, with_seeds
+from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, mixed, with_seeds
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
@@ -376,7 +376,7 @@ class PipelineRunner:
         return found
 
     def run(
-        self, inputs: Inputs, loss: Loss | None, *, seed: int, context: RunContext | None = None
+        self, inputs: Inputs, loss: Loss | None, *, seed: int, context: Settings | None = None
     ) -> tuple[tuple[Any, ...], tuple[Gradients, ...]]:
         """Run forward and backward of all micro-batches or, without a loss, forwards without gradients.
 
@@ -407,9 +407,9 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- shapes
 
-    def _step(self, inputs: Inputs, seed: int, context: RunContext | None = None) -> Step:
+    def _step(self, inputs: Inputs, seed: int, context: Settings | None = None) -> Step:
         """A step with layouts of what crosses cuts; equal micro-batches are looked at once, when first seen."""
-        layouts, trains, context = [], torch.is_grad_enabled(), context or RunContext()
+        layouts, trains, context = [], torch.is_grad_enabled(), context or Settings()
         learns = tuple(each.requires_grad for table, name in self._slots if (each := table[name]) is not None)
         for values in inputs:
             layout = Layout.of(values, "the model's input")
@@ -419,7 +419,7 @@ class PipelineRunner:
             layouts.append(self._known[key])
         return Step(tuple(layouts), seed, context.restored, trains)
 
-    def _scouted(self, layout: Layout, tensors: Sequence[torch.Tensor], context: RunContext) -> list[Layout]:
+    def _scouted(self, layout: Layout, tensors: Sequence[torch.Tensor], context: Settings) -> list[Layout]:
         """Layouts seen by running one micro-batch through all stages, without leaving a trace."""
         layouts: list[Layout] = []
         for number in range(self._stages):
@@ -432,7 +432,7 @@ class PipelineRunner:
         return layouts
 
     def _looked_at(
-        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], settings: RunContext
+        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], settings: Settings
     ) -> tuple[Any, list[torch.Tensor]]:
         """What a stage makes: its layout or what is wrong with it, and the tensors."""
         part, trained = self._parts[number], torch.is_grad_enabled()

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.execution.passes import Settings
-from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, RunContext, join, mixed, rows_in, sizes_of, split
+from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, join, mixed, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import Placement, first, outside
@@ -46,7 +46,7 @@ class PausedCall:
         self._run, self.place, self._device, self._what = run, place, device, what
         with seeded(mixed(mixed(seed, place), OUTSIDE), host=False):
             self._generators = GeneratorStates(device, host=False)
-        self.context, self._settings = RunContext(), Settings()
+        self.context, self._settings = Settings(), Settings()
         # To the thread: that it may begin, then the pipeline's answer. From it: an error, or the call and the result.
         self._heard: SimpleQueue[Any] = SimpleQueue()
         self._said: SimpleQueue[tuple[BaseException | None, Any]] = SimpleQueue()
@@ -90,7 +90,7 @@ class PausedCall:
                 f"{self._what} called the module that is cut into pipeline stages {how}: expected one call of it, with "
                 "gradients. Let one call take both inputs, or let module=... name a part that is called once"
             )
-        self._has_called, self.context = True, RunContext()
+        self._has_called, self.context = True, Settings()
         self._said.put((None, (args, kwargs)))
         del args, kwargs
         answer = self._heard.get()

@@ -30,11 +30,10 @@ from typing_extensions import override
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.execution.isolated import kept_attributes
-from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.passes import Settings, is_recomputing
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import (
     Call,
-    RunContext,
     call_with,
     join,
     largest_part,
@@ -431,13 +430,13 @@ class PipelineBuilder:
         learning = storage_bytes(parameter for parameter in self._model.parameters() if parameter.requires_grad)
         return sum(predict_optimizer_state_bytes(each, self._device) for each in made) / max(learning, 1)
 
-    def _call_of(self, target: Target, batch: Any) -> tuple[Call, RunContext]:
+    def _call_of(self, target: Target, batch: Any) -> tuple[Call, Settings]:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         settings = self._settings
         if settings.sample is not None:
             sample = self._precision.convert_input(move_data_to_device(call_with(settings.sample), self._device))
             settings.check_rows(sample, "sample")
-            return largest_part(sample, settings.micro_batches), RunContext()
+            return largest_part(sample, settings.micro_batches), Settings()
         step = {"fit": "training", "validate": "validation"}.get(self._task, self._task) + "_step"
         called = first_call(self._model, target.module, largest_part(batch, settings.micro_batches), step=step)
         if called is None:
