@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 
 def difference(group: Processes, model: str, world: int, options: PipelineOptions) -> float | str:
     """The largest anywhere; or why there is no such pipeline."""
-    answers = group.run(world, ten_steps, model, world, options)
+    answers = group.run(world, ten_steps, model, options)
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if failures:
         if {failure.kind for failure in failures} != {"PipelineError"}:

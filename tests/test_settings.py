@@ -190,6 +190,28 @@ def test_what_a_forward_sets_itself_is_undone_after_the_recomputation() -> None:
     assert seen == [torch.float64, torch.float64]
 
 
+def test_weights_that_autocast_has_cast_for_a_recomputation_are_not_used_when_they_have_changed() -> None:
+    weight, sample = torch.randn(4, 4, requires_grad=True), torch.randn(2, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ weight)
+
+    for _ in range(2):
+        with torch.autocast("cpu"):
+            expected, received = forward(sample), recomputed(forward, sample)
+        assert torch.equal(expected, received)
+        received.sum().backward()
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.no_grad():
+            weight += 1
+        torch.set_autocast_enabled("cpu", True)  # without a context, whose end would forget them
+        try:
+            assert torch.equal(forward(sample), torch.tanh(sample.bfloat16() @ weight.bfloat16()))
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+            torch.clear_autocast_cache()
+
+
 class _Positions(nn.Module):
     """Adds numbers that it makes anew, of the default dtype and on the default device."""
 

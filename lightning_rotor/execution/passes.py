@@ -156,7 +156,7 @@ class Settings:
             with nullcontext() if device is None else device:
                 yield
         finally:
-            if autocast != self._autocast:
+            if _autocast() != autocast:
                 torch.clear_autocast_cache()  # as the end of the context does: weights may change before the next one
                 _write(autocast, _AUTOCAST)
             if settings() != before:
