@@ -222,3 +222,25 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     assert len(searched) == 2
     schedule_for(44, 0.0)
     assert len(searched) == 2
+
+
+def test_a_size_that_fits_without_recomputation_is_measured_once_that_pays_and_no_profiler_records() -> None:
+    body = nn.Sequential(*(Block(16) for _ in range(4)), Loss())
+    net = Checkpointable(body, torch.randn(8, 48, 16))
+    assert net.chain is not None
+    net.compute_sequence(int(0.6 * simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes))
+
+    def recomputes(length: int) -> bool:
+        net(torch.randn(8, length, 16)).backward()
+        assert net.plan is not None
+        return bool(net.plan.recomputed)
+
+    plans = net._planned.plans
+    plans._measuring.price_seconds = 1e9
+    assert recomputes(48)
+    assert recomputes(16)  # under the plan of the longer one
+    plans._measuring.price_seconds = 1.5 * plans.cache.latest[1].rough_seconds
+    plans._measuring.lost_seconds = plans.cache.latest[1].rough_seconds
+    with torch.autograd.profiler.profile(use_kineto=False):
+        assert recomputes(16)
+    assert not recomputes(16)

@@ -228,8 +228,10 @@ class Plans:
         if prepared is None:
             prepared = self.measure(signature, value)
         elif prepared.rough_seconds and self._measuring.pays(prepared.rough_seconds):
-            with suppress(ProfilerBusyError):  # this plan does until torch's profiler is free
+            try:
                 prepared = self.measure(signature, value)
+            except ProfilerBusyError:  # this plan does until torch's profiler is free
+                self._measuring.lost_seconds = self._measuring.price_seconds
         if prepared.turn != turn or (prepared.lost_seconds and self._searching.pays(prepared.lost_seconds)):
             prepared = replace(prepared.without_plan(), turn=turn)
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
