@@ -71,9 +71,9 @@ METHODS = (
     "ours-whole",
 )
 LEAST_ROUNDS = 8
-_numbers = count()
 LOSS_BYTES = 8  # of the loss, outside of the module
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2)
+_numbers = count()  # of compiled functions
 BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 

@@ -209,7 +209,7 @@ class _Inputs:
 
     Its backwards, the most expensive moments, go without them, unless the graph is kept. An inner segment gets them
     from the recomputation around it, which does the same; where somebody's hooks save tensors elsewhere, they do so.
-    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf.
+    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf. They ``come_anew`` in an inner one.
     """
 
     def __init__(
@@ -220,8 +220,7 @@ class _Inputs:
         self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
-        self._anew = is_checkpointing() or is_recomputing()
-        self._copied = self._hooks is not None and not self._anew
+        self.come_anew = is_checkpointing() or is_recomputing()
         self._leaves: list[Any] | None = [*leaves]
         if self._hooks is not None:
             with torch.no_grad():
@@ -236,7 +235,7 @@ class _Inputs:
                 "pass retain_graph=True to all but the last backward"
             )
         leaves = [*self._leaves]
-        if self._hooks is None and not self._anew and _are_needed_no_more(leaves[place] for place in self._tensors):
+        if self._hooks is None and not self.come_anew and _are_needed_no_more(leaves[place] for place in self._tensors):
             self._leaves = None
         for place, kind in zip(self._tensors, self._kinds, strict=True):
             tensor = leaves[place] if self._hooks is None else self._hooks[1](leaves[place])
@@ -246,8 +245,8 @@ class _Inputs:
     def require_unchanged(self, leaves: Sequence[Any]) -> Any:
         """The inputs, from leaves that must be what they were."""
         tensors = [leaves[place] for place in self._tensors]
-        before = self._stamps[: len(tensors)] if self._anew else self._stamps
-        number = first_changed(before, tensors, or_copies=self._copied)
+        before = self._stamps[: len(tensors)] if self.come_anew else self._stamps
+        number = first_changed(before, tensors, or_copies=self._hooks is not None and not self.come_anew)
         if number is not None:
             raise changed_meanwhile(
                 self._spell(self._tensors[number], self._spec),
@@ -300,8 +299,8 @@ def recomputed(
     before = private.stamps(tensors)
     if torch.is_grad_enabled():
         timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
-        with nullcontext() if is_checkpointing() or is_recomputing() else timing():
-            held = _Inputs(name, leaves, spec, before, spell_input)
+        held = _Inputs(name, leaves, spec, before, spell_input)
+        with nullcontext() if held.come_anew else timing():
             device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
             first_pass = FirstPass(state, device if draws_random else None)
             again = partial(_run_again, function, held, first_pass, timing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -251,14 +251,6 @@ def _has_other_code(module: nn.Module) -> bool:
     """True if code runs in a module that is neither torch's nor ours, more than a row of its members."""
     is_row = isinstance(module, nn.Sequential) and runs_members_in_a_row(module) and "forward" not in module.__dict__
     return private.has_forward_hooks(module) or (has_own_code(module) and not is_row)
-
-
-def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """The modules' own buffers, with who has them and the names."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
 
 
 def _size(module: nn.Module, block_bytes: int = 1) -> int:

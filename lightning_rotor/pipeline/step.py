@@ -46,7 +46,7 @@ class PausedCall:
         self._run, self.place, self._device, self._what = run, place, device, what
         with seeded(mixed(mixed(seed, place), OUTSIDE), host=False):
             self._generators = GeneratorStates(device, host=False)
-        self.context, self._settings = Settings(), Settings()
+        self.context = self._settings = Settings()
         # To the thread: that it may begin, then the pipeline's answer. From it: an error, or the call and the result.
         self._heard: SimpleQueue[Any] = SimpleQueue()
         self._said: SimpleQueue[tuple[BaseException | None, Any]] = SimpleQueue()
