@@ -4,8 +4,9 @@
     python -m benchmarks.predictions gpt8 bert --rounds 10
 
 The workloads of :mod:`benchmarks.frontier` and six more, five budgets each, spread evenly from the least that a plan needs to what a plan
-needs that recomputes next to nothing. Steps are taken in turns, the plain one and one under each limit, so that a disturbance meets all; a step's
-time is the median over the rounds of its time by the round's plain step. Seconds are those that the thread was computing. The error is the
+needs that recomputes next to nothing. Steps are taken in turns, two plain ones and two under each limit, so that a disturbance meets all. The
+second counts: in a training, too, steps under one plan follow each other. A step's time is the median over the rounds of its time by the round's
+plain step. Seconds are those that the thread was computing. The error is the
 measured overhead less the predicted one, in points: hundredths of a plain step. Before, each plan runs until it has been timed and stays. The
 C library keeps freed memory, as in the race: else plain steps, which take most, fault it in again, up to a twentieth of their time.
 """
@@ -91,8 +92,8 @@ def limits_of(net: Checkpointable) -> list[int]:
     assert net.chain is not None
     least = minimum_budget(net.chain).peak_bytes
     most = simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes
-    # Measured again, a chain's least differs by a little.
-    return [int(1.01 * least + share * (most - least)) for share in SHARES]
+    # Measured again, a chain's least differs by up to 1.5 %: it depends on seconds where there are skips.
+    return [int(1.02 * least + share * (most - least)) for share in SHARES]
 
 
 def seconds_of(step: Callable[[], None]) -> float:
@@ -129,7 +130,12 @@ def rows(name: str, rounds: int) -> list[tuple[str, float, float, float, float]]
 
     step(module)
     first = [settle(net, step) for net in nets]
-    times = [[step(module), *map(step, nets)] for _ in range(rounds)]
+
+    def second(run: nn.Module) -> float:
+        step(run)
+        return step(run)
+
+    times = [[second(module), *map(second, nets)] for _ in range(rounds)]
     plain = statistics.median(each[0] for each in times)
     found = []
     for number, net in enumerate(nets, 1):
@@ -155,7 +161,7 @@ def main() -> None:
     """Measure, print, and write the table if it has all workloads."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--to", type=Path, help="file of the table; by default with all workloads alone")
     given = parser.parse_args()
     settings = {**KEEP_MEMORY, "OMP_NUM_THREADS": "1"}

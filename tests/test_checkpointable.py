@@ -35,7 +35,8 @@ from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile
-from lightning_rotor.schedule import Schedule, Segment
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import seconds_apart
 from tests.models import Case, assert_same_bits, training_step
 
 
@@ -575,17 +576,16 @@ def test_activation_checkpointing_that_is_left_on_is_named_with_the_remedy(huggi
 # ---------------------------------------------------------------- a plan by the seconds that its calls take
 
 
-def seconds_in_segments(plan: Plan) -> float:
-    """What a plan predicts of them."""
-    segments = [item for item in plan.schedule.items if isinstance(item, Segment)]
-    inside = [plan.chain.stages[n].keep.forward_seconds for each in segments for n in range(each.first, each.last + 1)]
-    return plan.simulation.recompute_seconds + sum(inside)
+def seconds_again(plan: Plan) -> float:
+    """What a plan predicts of recomputations, with the host's part."""
+    besides = sum(event.seconds for event in plan.simulation.events if event.phase != "recompute")
+    return plan.seconds - besides - seconds_apart(plan.chain, plan.schedule)
 
 
 def train_timed(
     net: Checkpointable, batch: torch.Tensor, factors: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> list[Plan]:
-    """The plans of sixteen steps where the segments of the nth plan take as many times as long as was predicted."""
+    """The plans of sixteen steps where recomputing under the nth plan takes as many times as long as was predicted."""
     watches: list[Stopwatch] = []
 
     def seconds(watch: Stopwatch) -> float:
@@ -598,11 +598,12 @@ def train_timed(
         assert found.executor is not None
         assert found.executor.watch is not None
         watches.append(found.executor.watch)
-        times.append(factors[len(times)] * seconds_in_segments(plan))
+        times.append(factors[len(times)] * seconds_again(plan))
         return found
 
     times: list[float] = []
-    monkeypatch.setattr(Stopwatch, "seconds", property(seconds))
+    monkeypatch.setattr(Stopwatch, "again_seconds", property(seconds))
+    monkeypatch.setattr(Stopwatch, "step_seconds", None)
     monkeypatch.setattr("lightning_rotor.profiling.options._UNWATCHED", 0.0)  # of a stopwatch that sees everything
     monkeypatch.setattr(Prepared, "under", counted)
     plans = []
@@ -620,7 +621,7 @@ def test_costs_follow_the_seconds_that_segments_take(batch: torch.Tensor, monkey
     plans = train_timed(net, batch, [1.5, 1.0, 1.0], monkeypatch)
     first, later = plans[0], plans[-1]
     assert all(plan is first for plan in plans[:6])
-    measured = first.overhead + 0.5 * seconds_in_segments(first) / first.chain.step_seconds
+    measured = first.overhead + 0.5 * seconds_again(first) / first.chain.step_seconds
     again = scheduled(later.chain, first.schedule, first.budget_bytes)
     assert again.overhead == pytest.approx(measured)
     assert later.overhead <= again.overhead * (1 + 1e-9)
@@ -648,7 +649,7 @@ def test_a_plan_that_turns_out_slower_goes_again(batch: torch.Tensor, monkeypatc
     seen = [plan.schedule for plan in dict.fromkeys(plans)]
     assert seen == [solved[0].schedule, whole, solved[0].schedule]
     assert plans[-1].overhead == pytest.approx(
-        solved[0].overhead + 0.5 * seconds_in_segments(solved[0]) / solved[0].chain.step_seconds
+        solved[0].overhead + 0.5 * seconds_again(solved[0]) / solved[0].chain.step_seconds
     )
 
 

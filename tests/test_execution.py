@@ -17,7 +17,6 @@ from torch import nn
 from lightning_rotor.errors import ExecutionError, ScheduleError
 from lightning_rotor.execution.executor import Executor, Stopwatch, recomputed
 from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
-from lightning_rotor.planning import scheduled
 from lightning_rotor.profiling import Meter, Profile, profile_chain
 from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Schedule
@@ -374,16 +373,38 @@ class Ticks:
         return end - start
 
 
-@pytest.mark.parametrize(("schedule", "seconds"), [("0-2", 0.0), ("(0-1) 2", 2.0), ("((0) 1) 2", 3.0)])
-def test_segments_are_timed_from_the_second_call_on(schedule: str, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "again", "step"), [("0-2", 0.0, 2.0), ("(0-1) 2", 1.0, 4.0), ("((0) 1) 2", 2.0, 6.0)]
+)
+def test_calls_are_timed_from_the_second_on(schedule: str, again: float, step: float) -> None:
     profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4))
     watch = Stopwatch(Ticks())
     run = Executor(profile.stages, profile.chain, Schedule.parse(schedule), profile.states, watch=watch)
     seen = []
     for _ in range(8):
         run(torch.randn(2, 4)).sum().backward()
-        seen.append((watch.seconds, watch.is_done))
-    assert seen == [(None, False), *[(seconds, False)] * 5, *[(seconds, True)] * 2]
+        seen.append((watch.again_seconds, watch.step_seconds, watch.is_done))
+    # Each look at this clock takes a tick: two of a call, and two of each recomputation in its backward.
+    assert seen == [(None, None, False), *[(again, step, False)] * 5, *[(again, step, True)] * 2]
+
+
+def test_a_backward_is_timed_until_the_inputs_have_their_gradients() -> None:
+    clock = Ticks()
+
+    def slowly(*_: Any) -> None:
+        clock.time += 1e3
+
+    profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
+    watch = Stopwatch(clock)
+    run = Executor(profile.stages, profile.chain, Schedule.parse("0-1"), profile.states, watch=watch)
+    for _ in range(3):
+        value = torch.randn(2, 4, requires_grad=True) * 2
+        assert value.grad_fn is not None
+        value.grad_fn.register_hook(slowly)  # behind the gradient of what comes before the module
+        output = run(value)
+        output.register_hook(slowly)  # before that of its output
+        output.sum().backward()
+    assert watch.step_seconds == 2.0
 
 
 def test_segments_are_timed_around_what_runs_in_them_and_a_stopwatch_misses_a_share(
@@ -400,7 +421,7 @@ def test_segments_are_timed_around_what_runs_in_them_and_a_stopwatch_misses_a_sh
     assert segment_seconds(torch.device("cpu"), cast("Meter", clock)) == 5.0
     chain = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)).chain
     chain = replace(chain, segment_seconds=5.0)
-    assert [unwatched_seconds(scheduled(chain, Schedule.parse(text))) for text in ("0-2", "(0-1) 2", "((0) 1) 2")] == [
+    assert [unwatched_seconds(chain, Schedule.parse(text)) for text in ("0-2", "(0-1) 2", "((0) 1) 2")] == [
         0.0,
         1.0,
         2.0,

@@ -207,11 +207,11 @@ def test_copies_of_buffers_that_a_recomputation_saves_stay_until_the_backward() 
     assert timeline(kept) == timeline(simulate(THREE, Schedule.keep_all(3)))
 
 
-def test_every_run_of_a_segment_takes_its_host_time() -> None:
+def test_every_run_of_a_segment_takes_its_host_time_and_a_little_every_stage_that_runs_apart() -> None:
     chain = chain_of(STAGE, STAGE, STAGE, segment_seconds=0.5)
-    for text, runs in (("0-2", 0), ("(0-1) 2", 1), ("(0) (1) 2", 2), ("((0) 1) 2", 3)):
+    for text, host_seconds in (("0-2", 0.0), ("(0-1) 2", 0.53), ("(0) (1) 2", 1.03), ("((0) 1) 2", 1.53)):
         plain = simulate(THREE, Schedule.parse(text)).seconds
-        assert simulate(chain, Schedule.parse(text)).seconds == pytest.approx(plain + 0.5 * runs)
+        assert simulate(chain, Schedule.parse(text)).seconds == pytest.approx(plain + host_seconds)
 
 
 # ---------------------------------------------------------------------------------------------------- in general

@@ -22,6 +22,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ExecutionError
@@ -40,7 +41,7 @@ from lightning_rotor.execution.passes import (
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
-from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import TreeSpec, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
@@ -56,7 +57,7 @@ class Executor:
     Output, gradients, buffers and generators are those of running the stages one after the other, bit for bit.
     ``schedule`` is what it was given, ``states`` says for each stage what recomputation must leave alone, ``wanted``
     which values to return (by default those of the last stage), ``root`` and ``inputs`` are names for messages: of the
-    user's module, and of the chain's inputs. ``watch`` times its segments. ``wire`` are the values that it takes, and
+    user's module, and of the chain's inputs. ``watch`` times its calls. ``wire`` are the values that it takes, and
     those that it returns.
     """
 
@@ -86,9 +87,7 @@ class Executor:
 
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
-        if self.watch is not None:
-            self.watch.calls += 1
-        return self._run(value)
+        return self._run(value) if self.watch is None else self.watch.timed(self._run, value)
 
     def _compiled(self, items: tuple[Item, ...], wanted: Collection[int]) -> tuple[Wire, Callable[[Any], Any]]:
         """What runs items, and segments in them, and returns the wanted values; and which values it takes."""
@@ -160,20 +159,54 @@ class Clock(Protocol):
 
 
 class Stopwatch:
-    """Times what calls of an executor run in segments, first and again, the second to the sixth: the first warms up.
+    """Times calls of an executor with their backward, and what runs again in it: from the second call to the sixth.
 
-    ``calls`` counts them. Each is to have one backward.
+    The first warms up. ``calls`` counts them. Each is to have one backward.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.calls = 0
-        self._clock, self._seconds = clock, [list[float]() for _ in range(_TIMED_CALLS)]
+        self._clock, self._again = clock, [list[float]() for _ in range(_TIMED_CALLS)]
         self._laps: list[tuple[int, Any, Any]] = []
+        self._steps: list[list[Any]] = []  # when the forward began and ended, and the backward
+
+    def timed(self, run: Callable[[Any], Any], value: Any) -> Any:
+        """The output of a call. Its backward lasts until its inputs have their gradients, or autograd is at the end."""
+        self.calls += 1
+        if not self._times(self.calls):
+            return run(value)
+        times = [self._clock.now()]
+        sources = _nodes_of(value)
+        output = run(value)
+        times.append(self._clock.now())
+
+        def begin(_: Any) -> None:
+            if len(times) == 2:
+                times.append(self._clock.now())
+                private.at_end_of_backward(end)
+
+        def note(_: Any) -> None:
+            if len(times) > 2:
+                times[3:] = [self._clock.now()]
+
+        def end() -> None:
+            if len(times) == 3:
+                note(None)
+            self._steps.append(times)
+
+        for node in _nodes_of(output):
+            node.register_prehook(begin)
+        for node in sources:
+            node.register_prehook(note)
+        return output
+
+    def _times(self, call: int) -> bool:
+        return 1 < call <= 1 + _TIMED_CALLS
 
     @contextmanager
     def timing(self, call: int) -> Iterator[None]:
-        """Context of what runs in a segment for the call with this number."""
-        if not 1 < call <= 1 + _TIMED_CALLS:
+        """Context of what runs again for the call with this number."""
+        if not self._times(call):
             yield
             return
         start = self._clock.now()
@@ -188,17 +221,30 @@ class Stopwatch:
         return self.calls > 1 + _TIMED_CALLS
 
     @property
-    def seconds(self) -> float | None:
-        """Seconds that a call spends in segments; None before the second one runs.
+    def again_seconds(self) -> float | None:
+        """Seconds of what runs again for a call; None before the second one runs.
 
         Of each lap the faster ones count, as of the profile's stages: a disturbance makes none faster.
         """
         for call, *lap in self._laps:
-            self._seconds[call].append(self._clock.seconds_between(*lap))
+            self._again[call].append(self._clock.seconds_between(*lap))
         self._laps.clear()
-        most = max(map(len, self._seconds))
-        whole = zip(*(each for each in self._seconds if len(each) == most), strict=True)
+        most = max(map(len, self._again))
+        whole = zip(*(each for each in self._again if len(each) == most), strict=True)
         return sum(sorted(each)[len(each) // 4] for each in whole) if self.calls > 1 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of a call and its backward; None before the second one's."""
+        between = self._clock.seconds_between
+        found = sorted(between(*each[:2]) + between(*each[2:]) for each in self._steps)
+        return found[len(found) // 4] if found else None
+
+
+def _nodes_of(value: Any) -> list[Node]:
+    """What has made the tensors in a value, each once."""
+    nodes = (tensor.grad_fn for tensor in tensors_in(value))
+    return [*dict.fromkeys(node for node in nodes if node is not None)]
 
 
 _TIMED_CALLS = 5
@@ -288,7 +334,7 @@ def recomputed(
 
     The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
-    changes, or might change some day; ``watch`` times both runs; ``spell_input`` names a leaf of the inputs.
+    changes, or might change some day; ``watch`` times the second run; ``spell_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
@@ -300,12 +346,11 @@ def recomputed(
     if torch.is_grad_enabled():
         timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
         held = _Inputs(name, leaves, spec, before, spell_input)
-        with nullcontext() if held.come_anew else timing():
-            device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-            first_pass = FirstPass(state, device if draws_random else None)
-            again = partial(_run_again, function, held, first_pass, timing)
-            with passing_first(first_pass), Recomputation(name, again).dropping():
-                output = function(*inputs)
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+        first_pass = FirstPass(state, device if draws_random else None)
+        again = partial(_run_again, function, held, first_pass, timing)
+        with passing_first(first_pass), Recomputation(name, again).dropping():
+            output = function(*inputs)
     else:
         output = function(*inputs)
     if first_changed(before, tensors) is not None:

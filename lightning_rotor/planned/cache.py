@@ -26,13 +26,13 @@ from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.meters import meter_for
-from lightning_rotor.profiling.options import unwatched_seconds
+from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Leaf, Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import seconds_apart, simulate
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
 Turn: TypeAlias = tuple[str, ...]
-_LEAST_FACTOR, _TINY = 0.5, 1e-9
+_LEAST_FACTOR, _LEAST_PART, _TINY = 0.1, 0.5, 1e-9
 MOST_TIMED = 2
 """Plans of one call that are timed: the first, and one that follows from what it took."""
 MAX_PLANS = 64
@@ -77,11 +77,13 @@ class Prepared:
             return None
         if not self.plan.recomputed:
             return self.plan.overhead
-        seconds = self.executor.watch.seconds
-        if seconds is None:
+        again_seconds, seconds = self.executor.watch.again_seconds, self.executor.watch.step_seconds
+        if again_seconds is None:
             return None
-        seconds += unwatched_seconds(self.plan)
-        return max(self.plan.overhead + (seconds - _seconds_in_segments(self.plan)) / self.plan.chain.step_seconds, 0.0)
+        extra, plain = again_seconds + _seconds_besides(self.plan), self.plan.chain.step_seconds
+        if seconds is not None:  # whole calls show what single stages do not: caches, the host
+            plain = max(seconds - extra, _LEAST_PART * plain)
+        return max(extra / plain, 0.0)
 
     @property
     def is_settled(self) -> bool:
@@ -104,27 +106,26 @@ class Prepared:
         return replace(self, plan=None, executor=None, runs_plainly=False, lost_seconds=0.0, is_chosen=False)
 
 
-def _seconds_in_segments(plan: Plan) -> float:
-    """Predicted seconds of first passes and recomputations."""
-    kept = {item.stage for item in plan.schedule.items if isinstance(item, Leaf)}
-    return plan.seconds - sum(
-        event.seconds
-        for event in plan.simulation.events
-        if event.phase == "backward" or (event.phase == "forward" and event.stage in kept)
-    )
+def _seconds_besides(plan: Plan) -> float:
+    """Predicted seconds beyond plain training, but for those that a stopwatch sees of recomputations."""
+    run_once = sum(event.seconds for event in plan.simulation.events if event.phase != "recompute")
+    device = torch.device(plan.chain.device)
+    as_measured = replace(plan.chain, segment_seconds=segment_seconds(device, meter_for(device)))
+    host_seconds = unwatched_seconds(as_measured, plan.schedule) + seconds_apart(as_measured, plan.schedule)
+    return run_once - plan.chain.step_seconds + host_seconds
 
 
 def corrected(plan: Plan, overhead: float) -> Chain:
     """The plan's chain with costs of segments under which the plan has this overhead."""
-    twice = simulate(_with_segments(plan.chain, 2.0), plan.schedule, **plan.conditions)
+    chain = plan.chain
+    twice = simulate(_with_segments(chain, 2.0), plan.schedule, **plan.conditions)
     factor = 1 + (overhead - plan.overhead) / max(twice.overhead - plan.overhead, _TINY)
-    return _with_segments(plan.chain, max(factor, _LEAST_FACTOR))
+    return _with_segments(chain, max(factor, _LEAST_FACTOR))
 
 
 def _with_segments(chain: Chain, factor: float) -> Chain:
-    """Costs with segments that take so much more time: their first passes, and the host."""
-    stages = tuple(replace(stage, discard_seconds=factor * stage.discard_seconds) for stage in chain)
-    return replace(chain, stages=stages, segment_seconds=factor * chain.segment_seconds)
+    """Costs with segments that take so much more time of the host."""
+    return replace(chain, segment_seconds=factor * chain.segment_seconds)
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:

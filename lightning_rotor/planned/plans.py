@@ -48,7 +48,7 @@ from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
 _SERVED = 4  # sizes to come, at least, that pay for measuring one
-_FAR_OFF, _NOTABLE = 0.1, 0.005  # of an overhead, and of a step
+_FAR_OFF, _NOTABLE = 0.05, 0.005  # of an overhead, and of a step
 _SLIGHT = 0.01  # of a step
 _NEAREST = 4  # schedules that are tried for a new size
 

@@ -64,6 +64,11 @@ backward_reaches: Callable[[Node], bool] = torch._C._will_engine_execute_node
 """True if the running backward will execute a node of its graph. Public hooks tell it when it is too late."""
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function once the running backward has run. No public hook can tell where its last node is."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost ``saved_tensors_hooks``, which can be set but not read in public; None without any."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)

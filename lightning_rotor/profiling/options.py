@@ -7,6 +7,7 @@ less memory than another. A stage that draws random numbers has none, see :mod:`
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,13 +19,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
-from lightning_rotor.chain import BackwardPeaks, Option, StageCost
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import repeating, run_stage
-from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
 from lightning_rotor.profiling.stage import (
@@ -34,7 +34,7 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     memories_elsewhere,
 )
-from lightning_rotor.schedule import segments_in
+from lightning_rotor.schedule import Schedule, segments_in
 from lightning_rotor.stages.generators import GeneratorStates
 
 _log = logging.getLogger(__name__)
@@ -139,14 +139,14 @@ def _replayed_part(profiler: StageProfiler) -> float:
 _NEAR_BYTES, _ALL_BYTES = 4 * 2**20, 32 * 2**20
 """More than the caches of one processor core hold, and as much as all of its caches hold."""
 _LINE_BYTES = 64
-_ROUNDS = 6
+_ROUNDS = 12
 
 
 class Interlude:
     """Fills the processor's caches with something else, as what comes between two runs in a step does.
 
     A run repeated at once finds its code and data there, which in a step it seldom does: a segment around next to
-    nothing takes 0.08 ms of the host's time, and 0.42 ms behind another model's step, or a sweep through 32 MiB (one
+    nothing takes 0.08 ms of the host's time, and 0.5 ms behind another model's step, or a sweep through 32 MiB (one
     core of an EPYC). Plans would get too many short segments. Other devices queue kernels, so that caches matter less.
     """
 
@@ -161,13 +161,13 @@ class Interlude:
 
 SAVED_TENSOR, _UNWATCHED = 0.02, 0.2
 """Shares of a segment's time: for each tensor that autograd would save in it, and what a :class:`.Stopwatch` does not
-see, for it comes around what runs in the segment. 8 and 95 of 420 µs (one core of an EPYC).
+see, for it comes around what runs again. 10 and 105 of 525 µs (one core of an EPYC).
 """
 
 
-def unwatched_seconds(plan: Plan) -> float:
-    """Seconds of a plan's segments that a stopwatch does not see in a step."""
-    return _UNWATCHED * plan.chain.segment_seconds * len(list(segments_in(plan.schedule.items)))
+def unwatched_seconds(chain: Chain, schedule: Schedule) -> float:
+    """Seconds of a schedule's segments that a stopwatch does not see in a step."""
+    return _UNWATCHED * chain.segment_seconds * len(list(segments_in(schedule.items)))
 
 
 def segment_seconds(device: torch.device, meter: Meter) -> float:
@@ -211,9 +211,9 @@ def _measured(device: torch.device, meter: Meter) -> float:
 
     with repeating(False), torch.enable_grad():  # as in a step
         # By turns, so that a disturbance of the machine meets both; the first time warms up.
-        _, *times = [(seconds(segmented=True), seconds(segmented=False)) for _ in range(_ROUNDS)]
-    segmented, plain = map(typical, zip(*times, strict=True))
-    return max(segmented - plain, 0.0)
+        _, *times = [(seconds(segmented=True), seconds(segmented=False)) for _ in range(1 + _ROUNDS)]
+    segmented, plain = map(statistics.median, zip(*times, strict=True))
+    return float(max(segmented - plain, 0.0))
 
 
 # -------------------------------------------------------------------- Variants that a compiler made.
