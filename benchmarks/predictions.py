@@ -92,8 +92,8 @@ def limits_of(net: Checkpointable) -> list[int]:
     assert net.chain is not None
     least = minimum_budget(net.chain).peak_bytes
     most = simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes
-    # Measured again, a chain's least differs by up to 1.5 %: it depends on seconds where there are skips.
-    return [int(1.02 * least + share * (most - least)) for share in SHARES]
+    # Measured again, the least of a long chain differs by up to 2.5 %: where its search ends depends on seconds.
+    return [int(1.03 * least + share * (most - least)) for share in SHARES]
 
 
 def seconds_of(step: Callable[[], None]) -> float:

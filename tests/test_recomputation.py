@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_rotor import Checkpointable
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.executor import recomputed
+from lightning_rotor.schedule import Schedule
 
 
 def test_a_second_forward_that_saves_other_tensors_is_an_error() -> None:
@@ -153,3 +156,42 @@ def test_a_hook_that_a_forward_puts_on_its_input_is_called_once(is_leaf: bool, d
     expected, received = gradient(run), gradient(lambda x: recomputed(*[recomputed] * (depth - 1), run, x))
     assert torch.equal(expected, received)
     assert len(calls) == 2
+
+
+def test_a_hook_that_is_called_after_an_error_is_called_again_where_the_model_survives_it() -> None:
+    class Falls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    class Survives(nn.Module):
+        factor = 1.0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Falls()
+            self.inner.register_forward_hook(self.triple, always_call=True)
+
+        def triple(self, *_: Any) -> None:
+            self.factor = 3.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with suppress(ValueError):
+                self.inner(x)
+            return (x * self.factor).sin()
+
+    def gradients(*, recomputing: bool) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        survives = Survives()
+        net: nn.Module = nn.Sequential(nn.Linear(4, 4), survives, nn.Linear(4, 4))
+        parameters = [*net.parameters()]
+        if recomputing:
+            net = Checkpointable(net, torch.ones(2, 4), show_progress=False)
+            net.use(Schedule.parse("(0-1) 2"))
+        survives.factor = 1.0
+        net(torch.ones(2, 4)).sum().backward()
+        return [parameter.grad for parameter in parameters]
+
+    for one, other in zip(gradients(recomputing=True), gradients(recomputing=False), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)

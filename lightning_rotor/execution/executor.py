@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 from weakref import ReferenceType, ref
 
 import torch
@@ -158,25 +158,31 @@ class Clock(Protocol):
         """Seconds between two of them."""
 
 
+_Lap: TypeAlias = Sequence[Any]
+"""Two points in time."""
+
+
 class Stopwatch:
     """Times calls of an executor with their backward, and what runs again in it: from the second call to the sixth.
 
-    The first warms up. ``calls`` counts them. Each is to have one backward.
+    The first warms up. ``calls`` counts them, and ``laps`` are those of what runs again for the last one, or None. Each
+    is to have one backward.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.calls = 0
-        self._clock, self._again = clock, [list[float]() for _ in range(_TIMED_CALLS)]
-        self._laps: list[tuple[int, Any, Any]] = []
-        self._steps: list[list[Any]] = []  # when the forward began and ended, and the backward
+        self.laps: list[_Lap] | None = None
+        self._clock = clock
+        self._found: list[tuple[list[_Lap], list[_Lap]]] = []
 
     def timed(self, run: Callable[[Any], Any], value: Any) -> Any:
         """The output of a call. Its backward lasts until its inputs have their gradients, or autograd is at the end."""
         self.calls += 1
-        if not self._times(self.calls):
+        laps: list[_Lap] | None = [] if 1 < self.calls <= 1 + _TIMED_CALLS else None
+        self.laps = laps
+        if laps is None:
             return run(value)
-        times = [self._clock.now()]
-        sources = _nodes_of(value)
+        times, sources = [self._clock.now()], _nodes_of(value)
         output = run(value)
         times.append(self._clock.now())
 
@@ -192,7 +198,7 @@ class Stopwatch:
         def end() -> None:
             if len(times) == 3:
                 note(None)
-            self._steps.append(times)
+            self._found.append(([times[:2], times[2:]], laps))
 
         for node in _nodes_of(output):
             node.register_prehook(begin)
@@ -200,20 +206,15 @@ class Stopwatch:
             node.register_prehook(note)
         return output
 
-    def _times(self, call: int) -> bool:
-        return 1 < call <= 1 + _TIMED_CALLS
-
     @contextmanager
-    def timing(self, call: int) -> Iterator[None]:
-        """Context of what runs again for the call with this number."""
-        if not self._times(call):
-            yield
-            return
-        start = self._clock.now()
+    def timing(self, laps: list[_Lap] | None) -> Iterator[None]:
+        """Context of what runs again for a call with these laps."""
+        start = None if laps is None else self._clock.now()
         try:
             yield
         finally:
-            self._laps.append((call - 2, start, self._clock.now()))
+            if laps is not None:
+                laps.append((start, self._clock.now()))
 
     @property
     def is_done(self) -> bool:
@@ -222,23 +223,18 @@ class Stopwatch:
 
     @property
     def again_seconds(self) -> float | None:
-        """Seconds of what runs again for a call; None before the second one runs.
-
-        Of each lap the faster ones count, as of the profile's stages: a disturbance makes none faster.
-        """
-        for call, *lap in self._laps:
-            self._again[call].append(self._clock.seconds_between(*lap))
-        self._laps.clear()
-        most = max(map(len, self._again))
-        whole = zip(*(each for each in self._again if len(each) == most), strict=True)
-        return sum(sorted(each)[len(each) // 4] for each in whole) if self.calls > 1 else None
+        """Seconds of what runs again for a call; None before the second one's backward."""
+        return self._typical([laps for _, laps in self._found])
 
     @property
     def step_seconds(self) -> float | None:
         """Seconds of a call and its backward; None before the second one's."""
-        between = self._clock.seconds_between
-        found = sorted(between(*each[:2]) + between(*each[2:]) for each in self._steps)
-        return found[len(found) // 4] if found else None
+        return self._typical([laps for laps, _ in self._found])
+
+    def _typical(self, found: Sequence[Sequence[_Lap]]) -> float | None:
+        """Of what calls take, the faster ones count, as of the profile's stages: a disturbance makes none faster."""
+        seconds = sorted(sum(self._clock.seconds_between(*lap) for lap in laps) for laps in found)
+        return seconds[len(seconds) // 4] if seconds else None
 
 
 def _nodes_of(value: Any) -> list[Node]:
@@ -344,7 +340,7 @@ def recomputed(
     tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     before = private.stamps(tensors)
     if torch.is_grad_enabled():
-        timing = nullcontext if watch is None else partial(watch.timing, watch.calls)
+        timing = nullcontext if watch is None else partial(watch.timing, watch.laps)
         held = _Inputs(name, leaves, spec, before, spell_input)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
         first_pass = FirstPass(state, device if draws_random else None)

@@ -65,10 +65,6 @@ class Observers:
         """Remove the hooks that only look. The caller puts all hooks back."""
         for table, key in self._quiet:
             table.pop(key, None)
-        # A recomputation ends with an error where it has all that it needs, which no hook should hear of.
-        for module in (None, *self._modules):
-            for table in private.hook_tables(module, private.ALWAYS_CALLED):
-                table.clear()
 
 
 class _Watched:

@@ -77,12 +77,12 @@ class Prepared:
             return None
         if not self.plan.recomputed:
             return self.plan.overhead
-        again_seconds, seconds = self.executor.watch.again_seconds, self.executor.watch.step_seconds
-        if again_seconds is None:
+        again_seconds, step_seconds = self.executor.watch.again_seconds, self.executor.watch.step_seconds
+        if again_seconds is None or step_seconds is None:
             return None
-        extra, plain = again_seconds + _seconds_besides(self.plan), self.plan.chain.step_seconds
-        if seconds is not None:  # whole calls show what single stages do not: caches, the host
-            plain = max(seconds - extra, _LEAST_PART * plain)
+        extra = again_seconds + _seconds_besides(self.plan)
+        # Whole calls show what single stages do not: the caches, and the host between them.
+        plain = max(step_seconds - extra, _LEAST_PART * self.plan.chain.step_seconds)
         return max(extra / plain, 0.0)
 
     @property
@@ -99,7 +99,9 @@ class Prepared:
     @property
     def is_timed(self) -> bool:
         """True if all calls have run that tell what the plan costs."""
-        return self.executor is not None and self.executor.watch is not None and self.executor.watch.is_done
+        executor = self.executor
+        is_done = executor is not None and executor.watch is not None and executor.watch.is_done
+        return is_done and self.measured_overhead is not None
 
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""

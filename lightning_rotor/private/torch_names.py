@@ -231,9 +231,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
 STRUCTURE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 """Attributes of a module that are torch's own bookkeeping."""
-ALWAYS_CALLED = ("_forward_hooks_always_called",)
-"""Where a module keeps which hooks are called after an error."""
-_HOOK_TABLES = (*HOOKS, "_forward_hooks_with_kwargs", *ALWAYS_CALLED, "_forward_pre_hooks_with_kwargs")
+_HOOK_TABLES = (
+    *HOOKS,
+    *(f"_forward_{kind}" for kind in ("hooks_with_kwargs", "hooks_always_called", "pre_hooks_with_kwargs")),
+)
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{event}_{when}_hooks"
     for event in ("step", "state_dict", "load_state_dict")
