@@ -85,11 +85,7 @@ class GraphCut:
 
 
 def cut_graph(
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    known: Sequence[GraphCut] = (),
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, known: Sequence[GraphCut] = ()
 ) -> GraphCut:
     """Record one call of a module and cut it between any two operations that save something.
 

@@ -312,7 +312,10 @@ def _bounds(
     wanted: Shapes, known: Sequence[tuple[Shapes, Chain]]
 ) -> Iterator[tuple[float, bool, int, Callable[[], Chain]]]:
     """Bytes of each bound, True if it may be much too high, the number of its smaller measurement, and its costs."""
-    totals = [_total_bytes(chain) for _, chain in known]
+    totals = [
+        sum(stage.output_bytes + stage.keep.saved_bytes + stage.keep.backward_peak_bytes for stage in chain)
+        for _, chain in known
+    ]
     for number, (shapes, chain) in enumerate(known):
         growth = _growth(shapes, wanted)
         if growth <= _MOST_GROWTH:
@@ -362,10 +365,6 @@ def _between(smaller: Chain, larger: Chain, share: float) -> Chain:
         return values[0] + share * max(0, values[1] - values[0])
 
     return combined([smaller, larger], of_bytes=lambda values: math.ceil(line(values) - _TOLERANCE), of_seconds=line)
-
-
-def _total_bytes(chain: Chain) -> int:
-    return sum(stage.output_bytes + stage.keep.saved_bytes + stage.keep.backward_peak_bytes for stage in chain)
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:

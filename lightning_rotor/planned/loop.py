@@ -200,11 +200,7 @@ class StepCompute(AssumedValues):
 
 
 def measure_compute(
-    model: nn.Module,
-    inputs: Any,
-    step: Callable[[Any, Any], Any],
-    *,
-    replacements: Mapping[int, Any] | None = None,
+    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], *, replacements: Mapping[int, Any] | None = None
 ) -> StepCompute:
     """FLOPs of a step on copies without values of the model and ``inputs``; ``ProfilingError`` if it needs values.
 

@@ -106,10 +106,7 @@ class PlanSettings:
     show_progress: bool = True
 
     def __post_init__(self) -> None:
-        for name, number, default in (
-            ("slots", self.slots, DEFAULT_SLOTS),
-            ("max_plans", self.max_plans, MAX_PLANS),
-        ):
+        for name, number, default in (("slots", self.slots, DEFAULT_SLOTS), ("max_plans", self.max_plans, MAX_PLANS)):
             if number < 1:
                 raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
 

@@ -32,14 +32,7 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.execution.passes import Settings, is_recomputing
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
-from lightning_rotor.pipeline.micro_batches import (
-    Call,
-    call_with,
-    join,
-    largest_part,
-    mean_by_rows,
-    rows_in,
-)
+from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import (
