@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import torch
@@ -158,27 +158,23 @@ class Clock(Protocol):
         """Seconds between two of them."""
 
 
-_Lap: TypeAlias = Sequence[Any]
-"""Two points in time."""
-
-
 class Stopwatch:
     """Times calls of an executor with their backward, and what runs again in it: from the second call to the sixth.
 
-    The first warms up. ``calls`` counts them, and ``laps`` are those of what runs again for the last one, or None. Each
-    is to have one backward.
+    The first warms up. ``calls`` counts them, ``laps`` are when what runs again for the last one began and ended, or
+    None. Each is to have one backward.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.calls = 0
-        self.laps: list[_Lap] | None = None
+        self.laps: list[Sequence[Any]] | None = None
         self._clock = clock
-        self._found: list[tuple[list[_Lap], list[_Lap]]] = []
+        self._found: list[tuple[list[Sequence[Any]], list[Sequence[Any]]]] = []
 
     def timed(self, run: Callable[[Any], Any], value: Any) -> Any:
         """The output of a call. Its backward lasts until its inputs have their gradients, or autograd is at the end."""
         self.calls += 1
-        laps: list[_Lap] | None = [] if 1 < self.calls <= 1 + _TIMED_CALLS else None
+        laps: list[Sequence[Any]] | None = [] if 1 < self.calls <= 1 + TIMED_CALLS else None
         self.laps = laps
         if laps is None:
             return run(value)
@@ -207,7 +203,7 @@ class Stopwatch:
         return output
 
     @contextmanager
-    def timing(self, laps: list[_Lap] | None) -> Iterator[None]:
+    def timing(self, laps: list[Sequence[Any]] | None) -> Iterator[None]:
         """Context of what runs again for a call with these laps."""
         start = None if laps is None else self._clock.now()
         try:
@@ -215,11 +211,6 @@ class Stopwatch:
         finally:
             if laps is not None:
                 laps.append((start, self._clock.now()))
-
-    @property
-    def is_done(self) -> bool:
-        """True if all calls that are timed have run, and had their backward if another call came."""
-        return self.calls > 1 + _TIMED_CALLS
 
     @property
     def again_seconds(self) -> float | None:
@@ -231,7 +222,7 @@ class Stopwatch:
         """Seconds of a call and its backward; None before the second one's."""
         return self._typical([laps for laps, _ in self._found])
 
-    def _typical(self, found: Sequence[Sequence[_Lap]]) -> float | None:
+    def _typical(self, found: Sequence[Sequence[Sequence[Any]]]) -> float | None:
         """Of what calls take, the faster ones count, as of the profile's stages: a disturbance makes none faster."""
         seconds = sorted(sum(self._clock.seconds_between(*lap) for lap in laps) for laps in found)
         return seconds[len(seconds) // 4] if seconds else None
@@ -243,7 +234,7 @@ def _nodes_of(value: Any) -> list[Node]:
     return [*dict.fromkeys(node for node in nodes if node is not None)]
 
 
-_TIMED_CALLS = 5
+TIMED_CALLS = 5
 
 
 class _Inputs:

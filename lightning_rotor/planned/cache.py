@@ -18,7 +18,7 @@ from torch import nn
 from lightning_rotor.capture.guards import ModuleFacts
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost, UnlikeChainsError, combined
 from lightning_rotor.errors import RotorError
-from lightning_rotor.execution.executor import Executor, Stopwatch
+from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
@@ -89,7 +89,8 @@ class Prepared:
     def is_settled(self) -> bool:
         """True if what calls have taken changes nothing any more."""
         timed = self.timed
-        return self.is_chosen or len(timed) == MOST_TIMED or bool(timed and timed[-1][0] is self.schedule)
+        stays = self.is_chosen or self.estimated or len(timed) == MOST_TIMED
+        return stays or bool(timed and timed[-1][0] is self.schedule)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -99,9 +100,8 @@ class Prepared:
     @property
     def is_timed(self) -> bool:
         """True if all calls have run that tell what the plan costs."""
-        executor = self.executor
-        is_done = executor is not None and executor.watch is not None and executor.watch.is_done
-        return is_done and self.measured_overhead is not None
+        watch = None if self.executor is None else self.executor.watch
+        return watch is not None and watch.calls > 1 + TIMED_CALLS and self.measured_overhead is not None
 
     def without_plan(self) -> Prepared:
         """Prepared costs alone."""
@@ -119,15 +119,10 @@ def _seconds_besides(plan: Plan) -> float:
 
 def corrected(plan: Plan, overhead: float) -> Chain:
     """The plan's chain with costs of segments under which the plan has this overhead."""
-    chain = plan.chain
-    twice = simulate(_with_segments(chain, 2.0), plan.schedule, **plan.conditions)
+    chain, seconds = plan.chain, plan.chain.segment_seconds
+    twice = simulate(replace(chain, segment_seconds=2 * seconds), plan.schedule, **plan.conditions)
     factor = 1 + (overhead - plan.overhead) / max(twice.overhead - plan.overhead, _TINY)
-    return _with_segments(chain, max(factor, _LEAST_FACTOR))
-
-
-def _with_segments(chain: Chain, factor: float) -> Chain:
-    """Costs with segments that take so much more time of the host."""
-    return replace(chain, segment_seconds=factor * chain.segment_seconds)
+    return replace(chain, segment_seconds=max(factor, _LEAST_FACTOR) * seconds)
 
 
 def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:

@@ -231,10 +231,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
 STRUCTURE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 """Attributes of a module that are torch's own bookkeeping."""
-_HOOK_TABLES = (
-    *HOOKS,
-    *(f"_forward_{kind}" for kind in ("hooks_with_kwargs", "hooks_always_called", "pre_hooks_with_kwargs")),
-)
+_HOOK_KINDS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{event}_{when}_hooks"
     for event in ("step", "state_dict", "load_state_dict")
@@ -253,7 +250,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return any((module._backward_hooks, module._backward_pre_hooks, *_HOOKS_OF_ALL[2:]))
 
 
-def hook_tables(module: nn.Module | None, names: Sequence[str] = _HOOK_TABLES) -> list[dict[int, Any]]:
+def hook_tables(module: nn.Module | None, names: Sequence[str] = (*HOOKS, *_HOOK_KINDS)) -> list[dict[int, Any]]:
     """Where a module keeps hooks, and how they are called; None is all modules."""
     # Not all that a module has, torch has for all modules; a scripted module has them elsewhere.
     owner, prefix = (vars(nn_module), "_global") if module is None else (vars(module), "")
