@@ -219,7 +219,7 @@ class Plans:
         """The prepared entry of a call, made now if there is none."""
         turn, spent = self._source.turn, self.measuring_seconds
         known = self.cache.use(signature, turn)
-        if known is not None and not known.is_settled and known.is_timed:
+        if known is not None and not known.is_settled and self._source.may_plan_again(self) and known.is_timed:
             known = self._by_seconds(signature, known)
         prepared = known or self._recalled(signature) or self._estimated(signature)
         if prepared is None:
@@ -271,8 +271,6 @@ class Plans:
 
     def _by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
         """An entry with the costs of segments that its calls have shown, planned again if they were far off."""
-        if not self._source.may_plan_again(self):
-            return prepared
         followed, plan = _by_seconds(prepared, self._solve)
         if plan is prepared.plan:
             self.cache.put(signature, followed)
