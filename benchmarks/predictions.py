@@ -4,11 +4,11 @@
     python -m benchmarks.predictions gpt8 bert --rounds 10
 
 The workloads of :mod:`benchmarks.frontier` and six more, five budgets each, spread evenly from the least that a plan needs to what a plan
-needs that recomputes next to nothing. Steps are taken in turns, two plain ones and two under each limit, so that a disturbance meets all. The
-second counts: in a training, too, steps under one plan follow each other. A step's time is the median over the rounds of its time by the round's
-plain step. Seconds are those that the thread was computing. The error is the
-measured overhead less the predicted one, in points: hundredths of a plain step. Before, each plan runs until it has been timed and stays. The
-C library keeps freed memory, as in the race: else plain steps, which take most, fault it in again, up to a twentieth of their time.
+needs that recomputes next to nothing. Steps are taken in turns, two plain ones and two under each limit, so that a disturbance meets all.
+The second counts: in a training, too, steps under one plan follow each other. A step's time is the median over the rounds of its time by
+the round's plain step. Seconds are those that the thread was computing. The error is the measured overhead less the predicted one, in
+points: hundredths of a plain step. Before, each plan runs until it has been timed and stays. The C library keeps freed memory, as in the
+race: else plain steps, which take most, fault it in again, up to a twentieth of their time.
 """
 
 from __future__ import annotations

@@ -150,6 +150,11 @@ class Schedule:
         return tuple(leaf.stage for item in self.items if isinstance(item, Segment) for leaf in leaves(item))
 
     @property
+    def is_plain(self) -> bool:
+        """True if every stage is kept, and runs as it is."""
+        return not any(isinstance(item, Segment) or item.option for item in self.items)
+
+    @property
     def segments(self) -> int:
         """Number of segments, nested ones included."""
         return sum(1 for _ in segments_in(self.items))

@@ -198,8 +198,7 @@ stages (one core of an EPYC).
 
 def seconds_apart(chain: Chain, schedule: Schedule) -> float:
     """Host time of running the stages one by one; none where all is kept, for the module itself can run."""
-    is_plain = schedule == Schedule.keep_all(len(chain))
-    return 0.0 if is_plain else _APART * chain.segment_seconds * len(chain)
+    return 0.0 if schedule.is_plain else _APART * chain.segment_seconds * len(chain)
 
 
 class Conditions(TypedDict, total=False):

@@ -79,6 +79,18 @@ def test_a_running_backward() -> None:
     assert private.backward_number() is None
 
 
+def test_what_is_called_at_the_end_of_a_backward_comes_behind_its_last_node() -> None:
+    leaf, order = torch.ones(2, requires_grad=True), list[str]()
+    first = leaf * 2
+    last = first.sin()
+    for node, name in ((first.grad_fn, "first"), (last.grad_fn, "last")):
+        assert node is not None
+        node.register_hook(lambda *_, name=name: order.append(name))
+    last.register_hook(lambda _: private.at_end_of_backward(lambda: order.append("end")))
+    last.sum().backward()
+    assert order == ["last", "first", "end"]
+
+
 def test_hooks_for_saved_tensors() -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor

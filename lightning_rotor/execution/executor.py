@@ -158,6 +158,11 @@ class Clock(Protocol):
         """Seconds between two of them."""
 
 
+def typical(seconds: Sequence[float]) -> float:
+    """The middle of the faster half, for interruptions never make a run faster."""
+    return max(sorted(seconds)[len(seconds) // 4], 0.0)
+
+
 class Stopwatch:
     """Times calls of an executor with their backward, and what runs again in it: from the second call to the sixth.
 
@@ -223,9 +228,8 @@ class Stopwatch:
         return self._typical([laps for laps, _ in self._found])
 
     def _typical(self, found: Sequence[Sequence[Sequence[Any]]]) -> float | None:
-        """Of what calls take, the faster ones count, as of the profile's stages: a disturbance makes none faster."""
-        seconds = sorted(sum(self._clock.seconds_between(*lap) for lap in laps) for laps in found)
-        return seconds[len(seconds) // 4] if seconds else None
+        seconds = [sum(self._clock.seconds_between(*lap) for lap in laps) for laps in found]
+        return typical(seconds) if seconds else None
 
 
 def _nodes_of(value: Any) -> list[Node]:
@@ -242,7 +246,7 @@ class _Inputs:
 
     Its backwards, the most expensive moments, go without them, unless the graph is kept. An inner segment gets them
     from the recomputation around it, which does the same; where somebody's hooks save tensors elsewhere, they do so.
-    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf. They ``come_anew`` in an inner one.
+    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf.
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class _Inputs:
         self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
-        self.come_anew = is_checkpointing() or is_recomputing()
+        self._anew = is_checkpointing() or is_recomputing()
         self._leaves: list[Any] | None = [*leaves]
         if self._hooks is not None:
             with torch.no_grad():
@@ -268,7 +272,7 @@ class _Inputs:
                 "pass retain_graph=True to all but the last backward"
             )
         leaves = [*self._leaves]
-        if self._hooks is None and not self.come_anew and _are_needed_no_more(leaves[place] for place in self._tensors):
+        if self._hooks is None and not self._anew and _are_needed_no_more(leaves[place] for place in self._tensors):
             self._leaves = None
         for place, kind in zip(self._tensors, self._kinds, strict=True):
             tensor = leaves[place] if self._hooks is None else self._hooks[1](leaves[place])
@@ -278,8 +282,8 @@ class _Inputs:
     def require_unchanged(self, leaves: Sequence[Any]) -> Any:
         """The inputs, from leaves that must be what they were."""
         tensors = [leaves[place] for place in self._tensors]
-        before = self._stamps[: len(tensors)] if self.come_anew else self._stamps
-        number = first_changed(before, tensors, or_copies=self._hooks is not None and not self.come_anew)
+        before = self._stamps[: len(tensors)] if self._anew else self._stamps
+        number = first_changed(before, tensors, or_copies=self._hooks is not None and not self._anew)
         if number is not None:
             raise changed_meanwhile(
                 self._spell(self._tensors[number], self._spec),

@@ -27,7 +27,7 @@ from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.profiling.meters import meter_for
 from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
-from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import seconds_apart, simulate
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
@@ -131,7 +131,7 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
     Code that is written out keeps intermediate values in variables until it returns; the members of an
     ``nn.Sequential`` do not. Under autocast it keeps a cast copy of every weight.
     """
-    if any(not isinstance(item, Leaf) or item.option for item in plan.schedule.items):
+    if not plan.schedule.is_plain:
         return False
     if any(enabled for enabled, _ in signature.autocast):
         return False

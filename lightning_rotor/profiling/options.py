@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.executor import recomputed
+from lightning_rotor.execution.executor import recomputed, typical
 from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import repeating, run_stage
@@ -34,7 +34,7 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     memories_elsewhere,
 )
-from lightning_rotor.schedule import Schedule, segments_in
+from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.generators import GeneratorStates
 
 _log = logging.getLogger(__name__)
@@ -46,11 +46,6 @@ _ENOUGH_SECONDS = 0.5
 _SHORT_SECONDS = 0.01
 """Seconds so few that one interruption decides what a few runs take."""
 _MORE = 3
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """The middle of the faster half, for interruptions never make a run faster."""
-    return max(sorted(seconds)[len(seconds) // 4], 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +162,7 @@ see, for it comes around what runs again. 10 and 105 of 525 µs (one core of an 
 
 def unwatched_seconds(chain: Chain, schedule: Schedule) -> float:
     """Seconds of a schedule's segments that a stopwatch does not see in a step."""
-    return _UNWATCHED * chain.segment_seconds * len(list(segments_in(schedule.items)))
+    return _UNWATCHED * chain.segment_seconds * schedule.segments
 
 
 def segment_seconds(device: torch.device, meter: Meter) -> float:
