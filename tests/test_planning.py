@@ -121,6 +121,13 @@ def test_minimum_is_found_where_edits_of_the_lowest_candidate_do_not_lead_to_it(
     assert_minimum_is_one(Solver(random_chain(random.Random(seed), 14, "odd"), slots=100))
 
 
+@pytest.mark.parametrize("seed", [0, 2])
+def test_no_edit_of_the_least_schedule_of_a_long_chain_takes_less(seed: int) -> None:
+    chain = random_chain(random.Random(seed), 64, "odd", grain=4099)
+    least = minimum_budget(chain)
+    assert least.peak_bytes <= min(simulate(chain, edited).peak_bytes for edited in edits(least.schedule, chain))
+
+
 # Two layers may be one stage, which has a minimum as well.
 @pytest.mark.filterwarnings("ignore:all .* layers were merged into one stage")
 @settings(max_examples=4)
