@@ -430,15 +430,10 @@ class PathPlans:
 
     def _guessed(self, names: Sequence[str], parts: Sequence[Chain | Plan], budget: Budget) -> list[Outside]:
         """Peaks behind calls, the higher the less calls keep, as high as the least plan allows, whatever the limit."""
-
-        def least(outside: Sequence[Outside]) -> int:
-            chain = joined(names, parts, outside)
-            return minimum_budget(chain, slots=self._slots, **budget.conditions).peak_bytes
-
-        peak_bytes = least(())
+        least = minimum_budget(joined(names, parts), slots=self._slots, **budget.conditions)
         for share in (1.0, 0.5, 0.25, 0.0):
-            guess = [Outside(behind_bytes=int(share * (peak_bytes - budget.lingering_bytes)))] * len(parts)
-            if least(guess) <= peak_bytes:
+            guess = [Outside(behind_bytes=int(share * (least.peak_bytes - budget.lingering_bytes)))] * len(parts)
+            if simulate(joined(names, parts, guess), least.schedule, **budget.conditions).peak_bytes <= least.peak_bytes:
                 break
         return guess
 
