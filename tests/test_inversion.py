@@ -92,12 +92,14 @@ def mixed_cases(draw: st.DrawFn) -> Case:
         "LayerNorm": lambda: nn.LayerNorm(WIDTH),
         "Block": Block,
     }
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    if dtype == torch.float32:
+        del kinds["Softmax"]  # a coupling behind it that normalizes blows up the rounding errors of its small values
     weights = [*kinds, "coupling", "coupling", "dropping coupling"]
     layers = [
         nn.Linear(WIDTH, WIDTH),
         *(kinds[draw(st.sampled_from(weights))]() for _ in range(draw(st.integers(1, 6)))),
     ]
-    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     return Case(nn.Sequential(*layers).to(dtype), torch.randn(64, WIDTH, dtype=dtype))
 
 
