@@ -288,7 +288,7 @@ def _markdown(rows: list[dict[str, Any]], plain: list[dict[str, Any]], machine: 
         f"{machine['processes_per_row']} processes.",
         "",
         "Seconds by the clock / of processor time over all threads. A load above the number of cores means that others ran: then the clock says "
-        "how long we waited for them, and processor time still contains what they did to the caches. Chains of 80 stages and more are planned by "
+        "how long we waited for them, and processor time still contains what they did to the caches. Chains of 60 stages and more are planned by "
         f"machine code where there is Numba; loading it takes {max(row['loading_seconds'] for row in rows):.1f} s once per process, which is not "
         "in the table.",
         "",

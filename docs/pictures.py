@@ -82,7 +82,7 @@ def main() -> None:
         "chain": draw_costs(profile.chain),
         "schedule": draw_schedule(found),
         "plan": plot_timeline(found),
-        "curve": plot_frontier(found.frontier(), limits={"this plan": found.budget_bytes}),
+        "curve": plot_frontier(found.frontier(), limits={"budget": found.budget_bytes}),
     }
     for name, figure in figures.items():
         figure.savefig(FOLDER / f"{name}.png", dpi=130)

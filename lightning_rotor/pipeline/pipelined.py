@@ -239,8 +239,8 @@ class Pipeline:
         module: To cut, with all its weights in every process, on the process's device. The first one's values count.
         sample: Its input for a batch; a tuple for several arguments, a dict for keywords.
         model: What the module is a part of, if more of it learns.
-        mem_limit: What training may take of each device, as for :class:`~lightning_rotor.Checkpointable`; None does not
-            limit it, and recomputes nothing.
+        mem_limit: What training may take of each device, as for :class:`~lightning_rotor.RotorCallback`; but None does
+            not limit it, and then ``recompute="rotor"`` recomputes nothing.
         optimizer_scale: Bytes of optimizer state for each byte of trained weights, within ``mem_limit``: 2 for Adam.
         options: Fields of :class:`.PipelineOptions`, such as ``micro_batches=8`` or ``balance=[3, 4, 2]``.
     Attributes:
