@@ -302,7 +302,7 @@ def test_pictures_without_matplotlib_are_refused_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "--model", "no.such.thing", "--input", "8", "--plot", "plan.png"]) == 2
     assert capsys.readouterr().err == (
-        'error: drawing needs matplotlib, which is not installed: pip install matplotlib\n'
+        "error: drawing needs matplotlib, which is not installed: pip install matplotlib\n"
     )
 
 

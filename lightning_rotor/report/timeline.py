@@ -44,9 +44,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure  # slow, and not a dependency
     except ImportError as error:
-        raise PlotError(
-            'drawing needs matplotlib, which is not installed: pip install matplotlib'
-        ) from error
+        raise PlotError("drawing needs matplotlib, which is not installed: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
