@@ -462,7 +462,7 @@ class Candidates:
         return sorted((self[stair] for stair in range(hopeful + 1)), key=by_peak)
 
     def descended(self, candidate: Simulation) -> Simulation:
-        """The candidate after edits, as long as they make it smaller; a long chain, whose judging is slow, gets fewer."""
+        """The candidate after edits that make it smaller; a long chain, whose judging is slow, gets fewer."""
         edited = iter(self._near(candidate.schedule))
         for _ in range(max(_JUDGED // len(self.chain), 1)):
             schedule = next(edited, None)
