@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -370,9 +371,10 @@ def test_what_changes_after_tracing_is_followed() -> None:
             super().__init__()
             self.scale = 1.0
             self.options = {"twice": False}
+            self.table = np.ones(3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = super().forward(x) * self.scale
+            x = super().forward(x) * self.scale * float(self.table[1])
             return x + x if self.options["twice"] else x
 
     net, x = Configured(), torch.randn(X)
@@ -391,6 +393,8 @@ def test_what_changes_after_tracing_is_followed() -> None:
     net.scale = 3.0
     agree()
     net.options["twice"] = True
+    agree()
+    net.table[1] = 0.5
     agree()
     net.blocks[1] = Block()
     agree()

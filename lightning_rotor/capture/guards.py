@@ -20,6 +20,7 @@ from struct import calcsize, pack
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -250,9 +251,11 @@ _FILLED = (list, tuple, dict, set, deque)
 
 
 def _state_of(value: Any) -> Any:
-    """Version of a tensor, length of a list or dict, state of a random generator; None for all else."""
+    """Version of a tensor, length of a list, bytes of a short array, state of a random generator; None for all else."""
     if isinstance(value, torch.Tensor):
         return version_of(value)
+    if isinstance(value, np.ndarray) and value.size <= LONG and not value.dtype.hasobject:
+        return value.tobytes()
     return len(value) if isinstance(value, _FILLED) else generator_state(value)
 
 

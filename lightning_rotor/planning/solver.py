@@ -118,8 +118,7 @@ class Solver:
         self._slots = slots
         self._step = step
         # Tables share what they judge. All that is judged of a long chain, with its events, would take 100 MB.
-        remembered = lru_cache(max(_JUDGED // len(chain), 1))
-        self._judge: Callable[[Schedule], Simulation] = remembered(partial(simulate, chain, **step))
+        self._judge = lru_cache(max(_JUDGED // len(chain), 1))(partial(simulate, chain, **step))
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     def plan(self, budget_bytes: int) -> Plan:
