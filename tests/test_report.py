@@ -209,10 +209,10 @@ def test_nothing_to_draw_is_an_error():
         plot_timeline(measured={"empty": []}, budget_bytes=10)
 
 
-def test_a_missing_matplotlib_names_the_extra(monkeypatch):
+def test_a_missing_matplotlib_names_the_package(monkeypatch):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(PlotError, match=r'pip install "lightning-rotor\[plot\]"'):
+    with pytest.raises(PlotError, match=r"pip install matplotlib"):
         plot_timeline(KEEP_ALL)
 
 
