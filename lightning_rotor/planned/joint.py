@@ -433,10 +433,8 @@ class PathPlans:
         least = minimum_budget(joined(names, parts), slots=self._slots, **budget.conditions)
         for share in (1.0, 0.5, 0.25, 0.0):
             guess = [Outside(behind_bytes=int(share * (least.peak_bytes - budget.lingering_bytes)))] * len(parts)
-            if (
-                simulate(joined(names, parts, guess), least.schedule, **budget.conditions).peak_bytes
-                <= least.peak_bytes
-            ):
+            guessed = simulate(joined(names, parts, guess), least.schedule, **budget.conditions)
+            if guessed.peak_bytes <= least.peak_bytes:
                 break
         return guess
 

@@ -414,7 +414,7 @@ class Candidates:
     """Proposals of one table, by rising memory and falling seconds; judged when asked for and remembered.
 
     The table may be wrong by ``uncertain_bytes``. If ``thorough``, candidates that exceed a budget by no more than that
-    are edited until they fit, and the smallest one until it gets no smaller.
+    are edited until they fit.
     """
 
     chain: Chain
@@ -462,14 +462,14 @@ class Candidates:
 
     def descended(self, candidate: Simulation) -> Simulation:
         """The candidate after edits that make it smaller; a long chain, whose judging is slow, gets fewer."""
-        edited = iter(self._near(candidate.schedule))
+        edited = iter(_neighbours(self.chain, candidate.schedule))
         for _ in range(max(_JUDGED // len(self.chain), 1)):
             schedule = next(edited, None)
             if schedule is None:
                 break
             less = self.judge(schedule)
             if less.peak_bytes < candidate.peak_bytes:
-                candidate, edited = less, iter(self._near(less.schedule))
+                candidate, edited = less, iter(_neighbours(self.chain, less.schedule))
         return candidate
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
