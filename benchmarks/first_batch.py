@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +71,24 @@ def measure(name: str) -> dict[str, Any]:
     return {"stages": len(chain), "plain": plain, "first": first, "bind": binding(net, inputs)}
 
 
-def binding(net: Checkpointable, inputs: dict[str, Any]) -> float | None:
-    """Seconds from a call of a known size to its plan; None for versions that do it otherwise."""
-    forward = getattr(net, "_planned", None)
-    plans = getattr(forward, "plans", None)
-    if plans is None:
-        return None
-    settled = getattr(forward, "_settled", lambda args, kwargs: None)  # since 24 November
+class _BoundError(Exception):
+    """The plan of a call is found."""
+
+
+def binding(net: Checkpointable, inputs: dict[str, Any]) -> float:
+    """Seconds from a call of a known size to its plan."""
+
+    def stop(_: Any) -> None:
+        raise _BoundError
+
+    net._limit.on_start = stop  # type: ignore[method-assign]
     seconds = []
     for _ in range(CALLS):
         began = time.thread_time()
-        if settled((), inputs) is None:
-            getattr(plans, "follow_changes", bool)()  # bind() does it since 23 November
-            plans.prepare(*plans.bind((), inputs))
+        with suppress(_BoundError):
+            net(**inputs)
         seconds.append(time.thread_time() - began)
+    del net._limit.on_start
     return statistics.median(seconds)
 
 

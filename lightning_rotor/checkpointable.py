@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_rotor.planned.forward import PlannedForward, attached
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.sharding import units_below
-from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
+from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, metadata_of, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -28,6 +29,17 @@ if TYPE_CHECKING:
     from lightning_rotor.report.drawing import Drawing
 
 _WRAPPED = "module"
+_OWN = frozenset((_WRAPPED, "_limit", "_settings", "_planned", "_root", "_prefix", *vars(nn.Module())))
+"""Attributes of the wrapper itself; all others are the module's."""
+
+
+def _on_module(name: str) -> Any:
+    """A method that calls the module's own."""
+
+    def method(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(*args, **kwargs)
+
+    return wraps(getattr(nn.Module, name))(method)
 
 
 class Checkpointable(nn.Module):
@@ -67,6 +79,7 @@ class Checkpointable(nn.Module):
 
     _root: nn.Module
     _planned: PlannedForward
+    _prefix: str  # where it is in the state dict that is loaded last
 
     def __init__(
         self,
@@ -101,6 +114,7 @@ class Checkpointable(nn.Module):
             warnings.warn(remedy, RotorWarning, stacklevel=2)
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
+        self.register_load_state_dict_post_hook(_spelled_without)
         if sample is not None:
             self.measure(sample)
             if mem_limit is not None:
@@ -232,23 +246,36 @@ class Checkpointable(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__(_WRAPPED), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in _OWN:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
 
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own parameters, without a prefix for the wrapper."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+    register_buffer, register_parameter = _on_module("register_buffer"), _on_module("register_parameter")
+    add_module = _on_module("add_module")
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's own buffers, without a prefix for the wrapper."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """This wrapper and the module, under one name, and what is in the module; so parameters have its names, too."""
+        memo = set() if memo is None else memo
+        if self not in memo or not remove_duplicate:
+            memo.add(self)
+            yield prefix, self
+            yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans speak of this very module's stages; a copy measures for itself.
@@ -277,12 +304,33 @@ class _ActivationLimit(BudgetSource):
         return Budget(resolve_limit(self.limit, profile.chain.device))
 
 
+# ---------------------- Names in a state dict, and in its metadata (versions of layers), are those without the wrapper.
+
+
 def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state_dict if key.startswith(inner)]:
         state_dict[prefix + key[len(inner) :]] = state_dict.pop(key)
+    # Under both names, as torch asks for the wrapper's when it loads a module around the wrapper.
+    _copy_entries(metadata_of(state_dict), inner, prefix)
 
 
-def _with_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _with_prefix(module: Checkpointable, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    module._prefix, inner = prefix, f"{prefix}{_WRAPPED}."
     for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}{_WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+    _copy_entries(metadata_of(state_dict), prefix, inner)
+
+
+def _copy_entries(metadata: dict[str, Any], source: str, target: str) -> None:
+    """Give entries under names that begin with one prefix those with another, too; the names have no dot at the end."""
+    dotted = {f"{key}.".lstrip("."): value for key, value in metadata.items()}
+    metadata.update(
+        {f"{target}{key[len(source) :]}"[:-1]: value for key, value in dotted.items() if key.startswith(source)}
+    )
+
+
+def _spelled_without(module: Checkpointable, incompatible: Any) -> None:
+    inner = f"{module._prefix}{_WRAPPED}."
+    for keys in incompatible:
+        keys[:] = [module._prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]

@@ -141,6 +141,7 @@ def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> W
 class _Attempt:
     """A recording, or the module whose forward could not be recorded, and why."""
 
+    before: Snapshot
     recorder: Recorder
     recording: Recording | None
     culprit: nn.Module
@@ -181,6 +182,8 @@ class _Attempts:
             if attempt.may_settle and unsettled is not None:
                 unsettled.restore()
                 before.restore()
+            else:
+                attempt.before.rewind()  # what was noted when another layer had changed it; its buffers were lent
             if self._gives_up(attempt):
                 before.restore()
                 raise ModelError(
@@ -225,6 +228,11 @@ class _Attempts:
             return first
         again = self._attempt()
         differing = () if again.recording is None else first_difference(recording.graph, again.recording.graph)
+        writer = again.recorder.surroundings.written_by
+        if not differing and again.recording is not None and writer is not None:  # a warning comes once
+            culprit = self._module.get_submodule(writer)
+            reason = "it prints, or writes to a file, whenever it runs, which a recording would not"
+            return _Attempt(again.before, again.recorder, None, culprit, reason)
         if not differing:
             return again if again.recording is None else first
         paths = [str(node.meta["module"]) for node in differing]
@@ -235,7 +243,7 @@ class _Attempts:
             "it does something else each time that it runs on the same input (it asks a clock, a counter outside of "
             "modules, or a random generator of its own)"
         )
-        return _Attempt(again.recorder, None, culprit, reason)
+        return _Attempt(again.before, again.recorder, None, culprit, reason)
 
     def _attempt(self) -> _Attempt:
         """Record once, and set back whatever the forward has changed."""
@@ -256,11 +264,12 @@ class _Attempts:
                 raise
             except Exception as error:
                 before.restore()
-                return _Attempt(recorder, None, recorder.calls.culprit or module, _reason(error))
+                return _Attempt(before, recorder, None, recorder.calls.culprit or module, _reason(error))
             finally:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
-                changed = watch.changed(besides)
+                outside = recorder.surroundings.notes.changed()
+                changed = watch.changed(besides) or _changed_beyond_watching(before, modules, besides)
                 # What the forward has set up, as in a configuration, may stay so.
                 others = (each for each in modules if each not in besides)
                 before.restore(leaving=Snapshot(others, hooks=False).objects)
@@ -269,14 +278,23 @@ class _Attempts:
                     before.restore()
         if changed is not None:
             reason = "its forward changes attributes of the module"
-            return _Attempt(recorder, None, changed, reason, may_settle=remaining is not None)
-        outside = recording.notes.changed()
+            return _Attempt(before, recorder, None, changed, reason, may_settle=remaining is not None)
         if outside is not None:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
-            return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
+            return _Attempt(before, recorder, None, module.get_submodule(path), reason, may_settle=True)
         recording.notes.settle()
-        return _Attempt(recorder, recording, module)
+        return _Attempt(before, recorder, recording, module)
+
+
+def _changed_beyond_watching(
+    before: Snapshot, modules: Sequence[nn.Module], besides: Collection[nn.Module]
+) -> nn.Module | None:
+    """The first module with a long container or a large array that has changed since, not counting some."""
+    changed = before.changed_large()
+    changed -= Snapshot(besides).owners if changed else set()
+    others = (each for each in modules if each not in besides)
+    return next((each for each in others if changed & Snapshot((each,), hooks=False).owners), None) if changed else None
 
 
 def _reason(error: Exception) -> str:

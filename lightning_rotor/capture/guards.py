@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, itemgetter
 from struct import calcsize, pack
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -28,10 +28,29 @@ from lightning_rotor.capture.operations import CONSTANTS
 from lightning_rotor.capture.size_guards import SizeGuards
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import TreeSpec, flatten, keystr, tree_flatten_with_path, tree_unflatten
+from lightning_rotor.private.values import (
+    TreeSpec,
+    attributes_of,
+    flatten,
+    keystr,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 from lightning_rotor.stages.generators import generator_state
 from lightning_rotor.stages.sequential import has_own_call, packed
-from lightning_rotor.stages.snapshot import ABSENT, CELL, ENTRIES, PLAIN, Kind, Snapshot, namespace_of
+from lightning_rotor.stages.snapshot import (
+    ABSENT,
+    CELL,
+    ENTRIES,
+    MOST_ENTRIES,
+    PLAIN,
+    SMALL_BYTES,
+    Kind,
+    Snapshot,
+    namespace_of,
+    slot,
+    slots_of,
+)
 
 # ----------------------------------------------------------------------------------------------------
 # One call of a module: which of its arguments are tensors, and which a recording takes for granted.
@@ -143,7 +162,7 @@ def _layout(tensor: torch.Tensor) -> Any:
     return True if tensor.is_contiguous() else tensor.stride()
 
 
-AUTOCAST = 6
+AUTOCAST = 8
 """Where autocast's settings begin in :func:`ambient`."""
 
 
@@ -154,6 +173,8 @@ def ambient() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
@@ -163,10 +184,6 @@ def ambient() -> tuple[Any, ...]:
 
 
 # -------------------------------------------------------------------- What values look like at one moment, comparable.
-
-
-LONG = 1000
-"""Entries of a list or dict that are looked at; of a longer one, it counts which object it is and how long."""
 
 
 _FIXED = frozenset((bool, int, str, bytes, type(None), type, FunctionType, BuiltinFunctionType, ModuleType))
@@ -196,7 +213,8 @@ def version_of(tensor: torch.Tensor) -> int:
 class Copies:
     """Copies of values, equal while these stay the same, and a quick way to tell that nothing in them has changed.
 
-    Lists and dicts are followed four levels deep, and configuration objects one level if ``objects``.
+    Lists and dicts are followed four levels deep, and configuration objects one level if ``objects``: what is in lists
+    and dicts inside of them is not.
     """
 
     def __init__(self, *, objects: bool = True) -> None:
@@ -207,10 +225,10 @@ class Copies:
 
     def of(self, value: Any, depth: int = 4) -> Any:
         """The copy of a value."""
-        kind = type(value)
-        if kind in PLAIN:
-            return kind, repr(value) if kind is float else value
-        if isinstance(value, _FILLED) and depth and len(value) <= LONG:
+        kind, plain = type(value), _plain(value)
+        if plain is not None:
+            return plain
+        if isinstance(value, _FILLED) and depth and len(value) <= MOST_ENTRIES:
             (self._tables if isinstance(value, dict) else self._rows)[id(value)] = value  # type: ignore[assignment]
             # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
             entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
@@ -222,29 +240,47 @@ class Copies:
         if state is not None:
             self._others[id(value)] = value
             return Same(value), state
-        follows = self._follows_objects and depth and not isinstance(value, (nn.Module, type))
-        namespace = namespace_of(value) if follows else None
-        if namespace is None:
+        if not (self._follows_objects and depth) or isinstance(value, (nn.Module, type)):
             return Same(value)
-        if kind not in _FIXED:
+        namespace = namespace_of(value) or {}
+        if slots_of(kind):
+            self._others[id(value)] = value
+        if namespace and kind not in _FIXED:
             self._tables[id(namespace)] = namespace
-        return Same(value), tuple((key, entry) for key, entry in namespace.items() if type(entry) in PLAIN)
+        return Same(value), _slots_in(value), tuple((key, _entry(entry)) for key, entry in namespace.items())
 
     def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
         """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
         self._read, self._sized = read, (*sized, *self._rows.values())
         self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
-        self._states = list(map(_state_of, self._others.values()))
+        self._states = list(map(_state_or_slots, self._others.values()))
 
     def hold(self) -> bool:
         """True if surely nothing has changed since; another object that is equal is a change."""
         if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
             return False
-        return list(map(_state_of, self._others.values())) == self._states
+        return list(map(_state_or_slots, self._others.values())) == self._states
 
     def _now(self) -> tuple[Any, ...]:
         rows, tables = self._rows.values(), self._tables.values()
         return (*self._read(), *chain(*rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
+
+
+def _plain(value: Any) -> Any:
+    """A value that never changes, comparable; None for any other."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, repr(value) if kind is float else value
+    return (kind, value.tobytes()) if isinstance(value, np.generic) else None
+
+
+def _entry(value: Any) -> Any:
+    """An attribute of an object, comparable: of what may change, which one it is."""
+    return _plain(value) or Same(value)
+
+
+def _slots_in(value: Any) -> Any:
+    return tuple(_entry(slot(value, name)) for name in slots_of(type(value)))
 
 
 _FILLED = (list, tuple, dict, set, deque)
@@ -254,9 +290,14 @@ def _state_of(value: Any) -> Any:
     """Version of a tensor, length of a list, bytes of a short array, state of a random generator; None for all else."""
     if isinstance(value, torch.Tensor):
         return version_of(value)
-    if isinstance(value, np.ndarray) and value.size <= LONG and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
         return value.tobytes()
     return len(value) if isinstance(value, _FILLED) else generator_state(value)
+
+
+def _state_or_slots(value: Any) -> Any:
+    state = _state_of(value)
+    return _slots_in(value) if state is None else state
 
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
@@ -266,8 +307,8 @@ _forward_of = attrgetter("forward")
 class Watch:
     """What modules look like at one moment. Hooks and ``forward`` of ``root`` run outside of the recording.
 
-    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call, and take
-    attributes in ``inputs`` like arguments.
+    With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call, so else
+    only their shapes, types and layouts count. Attributes in ``inputs`` they take like arguments.
     """
 
     def __init__(
@@ -281,28 +322,34 @@ class Watch:
     ) -> None:
         self._root = root
         # What a scripted module has is not Python's.
-        self._modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+        self.modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
-        self._seen = [self._look(module, Copies()) for module in self._modules]
+        self._seen = [self._look(module, Copies()) for module in self.modules]
         self._copies: Copies | None = None
+        self._slots = [table for each in self.modules for table in (each._parameters, each._buffers) if table]
+        self._shapes = self._shapes_now()
 
     def holds(self) -> bool:
         """True if everything still looks the same. This runs at every training call."""
-        if self._copies is None or not self._copies.hold():
+        if self._copies is None or not self._copies.hold() or self._shapes_now() != self._shapes:
             copies = Copies()
             if self.changed(copies=copies) is not None:
                 return False
             # As many attributes as before, and the known ones among them: none is new.
-            copies.settle(_parts_of(self._modules), map(vars, self._modules))
+            copies.settle(*_parts_of(self.modules))
             self._copies = copies
         return self._outside()
+
+    def _shapes_now(self) -> list[torch.Size]:
+        slots: Iterable[torch.Tensor | None] = chain.from_iterable(table.values() for table in self._slots)
+        return [tensor.shape for tensor in slots if tensor is not None]
 
     def changed_numbers(self) -> list[tuple[nn.Module, str]]:
         """Attributes that hold another number of the same type now."""
         return [
             (module, name)
-            for module, (_, _, _, attributes, *_) in zip(self._modules, self._seen, strict=True)
+            for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True)
             for name, then in attributes.items()
             for now in [module.__dict__.get(name)]
             if type(now) in (int, float)
@@ -314,7 +361,7 @@ class Watch:
     def changed(self, besides: Collection[nn.Module] = (), copies: Copies | None = None) -> nn.Module | None:
         """The first module that looks different now, not counting some; ``copies`` takes what it looks like."""
         copies = copies or Copies()
-        for module, seen in zip(self._modules, self._seen, strict=True):
+        for module, seen in zip(self.modules, self._seen, strict=True):
             if module not in besides and self._look(module, copies) != seen:
                 return module
         return None
@@ -330,10 +377,15 @@ class Watch:
             },
             {key: Same(child) for key, child in module._modules.items()},
             *(
-                {key: Same(tensor) if self._tensors else tensor is None for key, tensor in tensors.items()}
+                {key: Same(tensor) if self._tensors else _kind_of(tensor) for key, tensor in tensors.items()}
                 for tensors in (module._parameters, module._buffers)
             ),
         )
+
+
+def _kind_of(tensor: torch.Tensor | None) -> Any:
+    """What code can tell of a parameter or buffer without its values, but for its device, which pipelines change."""
+    return None if tensor is None else (tensor.shape, tensor.dtype, _layout(tensor))
 
 
 def _own_names(module: nn.Module) -> tuple[str, ...]:
@@ -366,29 +418,28 @@ _is_known = sys.implementation.name == "cpython" and _entries_of(_some) == pack(
 _addresses_of: Callable[[tuple[Any, ...]], Any] = _entries_of if _is_known else lambda objects: list(map(id, objects))
 
 
-def _parts_of(modules: Sequence[nn.Module]) -> Callable[[], tuple[Any, ...]]:
-    """A function that gives what modules are made of: attributes, children, hooks, and whether there are tensors."""
+def _parts_of(modules: Sequence[nn.Module]) -> tuple[Callable[[], tuple[Any, ...]], list[dict[str, Any]]]:
+    """A function that gives what modules are made of, and the dicts whose lengths say whether anything was added."""
     attributes = list(map(vars, modules))
-    children = [own["_modules"] for own in attributes]
-    tensors = [own[name] for own in attributes for name in ("_parameters", "_buffers")]
+    tables = [own[name] for own in attributes for name in ("_modules", "_parameters", "_buffers")]
+    filled = [table for table in tables if table]
     hooks = [own[name] for own in attributes for name in private.HOOKS]
     more = ("_modules", "_parameters", "_buffers", *private.HOOKS)
     reads = [itemgetter(*_own_names(module), *more) for module in modules]
+    forwards = dict.fromkeys(map(type, modules))
 
     def read() -> tuple[Any, ...]:
         try:
             values = [read(own) for read, own in zip(reads, attributes, strict=True)]
         except KeyError:  # one is gone
             return ()
-        kinds = list(map(type, modules))
         return (
-            *(*kinds, *map(_forward_of, kinds), private.any_hooks_of_all(), *filter(None, hooks)),
-            *chain.from_iterable(chain(values, children, tensors)),
-            *chain.from_iterable(map(dict.values, children)),
-            *map(is_, chain.from_iterable(map(dict.values, tensors)), repeat(None)),
+            *(*map(type, modules), *map(_forward_of, forwards), private.any_hooks_of_all(), *filter(None, hooks)),
+            *chain.from_iterable(chain(values, filled)),
+            *chain.from_iterable(map(dict.values, filled)),
         )
 
-    return read
+    return read, [*attributes, *tables]
 
 
 # --------------------------------------------- Whether a module is still what it was at the last step, in microseconds.
@@ -400,10 +451,15 @@ _learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class ModuleFacts:
-    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes."""
+    """Children, modes, hooks and parameters of a module at any depth; no values of tensors, no other attributes.
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = tuple(root.modules())
+    Of modules in ``besides``, which are watched, parameters alone.
+    """
+
+    def __init__(self, root: nn.Module, besides: Collection[nn.Module] = ()) -> None:
+        watched = set(besides)
+        self._modules = tuple(module for module in root.modules() if module not in watched)
+        self._slots = [module._parameters for module in watched if module._parameters]
         self._parameters = tuple(root.parameters())
         self._attributes = list(map(vars, self._modules))
         self._objects = Objects(self._now())
@@ -421,6 +477,7 @@ class ModuleFacts:
                 *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
                 *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
                 *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
+                *chain.from_iterable(map(dict.values, self._slots)),
             )
         except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
             return ()
@@ -571,10 +628,12 @@ class CallGuards:
 
 def _key(call: Call) -> Any:
     # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
-    kinds = tuple(
-        [
-            (each.dim(), each.dtype, each.device) if isinstance(each, torch.Tensor) else type(each)
-            for each in call.inputs
-        ]
-    )
+    kinds = tuple([_kind(each) if isinstance(each, torch.Tensor) else type(each) for each in call.inputs])
     return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
+
+
+def _kind(tensor: torch.Tensor) -> Any:
+    """What code can tell of an input besides sizes and values."""
+    attributes = attributes_of(tensor)
+    own = Copies().of(attributes) if attributes else None
+    return type(tensor), tensor.dim(), tensor.dtype, tensor.device, own

@@ -64,7 +64,7 @@ from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
-from lightning_rotor.private.values import tensors_in, tree_leaves, watch_containers
+from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import globals_of, is_users, namespace_of
@@ -94,12 +94,16 @@ _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewri
 
 
 class Surroundings:
-    """Watches what code reads outside of modules; ``module_path`` is None for code that no recording holds."""
+    """Watches what code reads outside of modules; ``module_path`` is None for code that no recording holds.
+
+    ``written_by`` is the path of the first module whose code printed or wrote to a file.
+    """
 
     def __init__(self, module_path: Callable[[], str | None], closures: Closures) -> None:
         self._module_path = module_path
         self._closures = closures
         self.notes = Notes()
+        self.written_by: str | None = None
         self._collecting = self._is_interrupted = False
         self._thread = threading.get_ident()
         self._known: set[tuple[CodeType, type]] = set()
@@ -151,8 +155,10 @@ class Surroundings:
                 # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.
                 sys.setprofile(self._listen)
 
-    def _listen(self, frame: FrameType, event: str, _: Any) -> None:
+    def _listen(self, frame: FrameType, event: str, called: Any) -> None:
         code = frame.f_code
+        if event == "c_call" and (called is print or called.__name__ == "write"):
+            self.written_by = self._module_path() if self.written_by is None else self.written_by
         if event != "call" or self._collecting or not is_users(code.co_filename):
             return
         path = self._module_path()
@@ -274,6 +280,7 @@ class Recorder(TorchFunctionMode):
         self.check.allow(tensors_in(copies[first:]))
         args, kwargs = self._call.with_tensors(copies)
         changed = watch_containers((args, kwargs))
+        marked = watch_attributes(tensors_in(copies))
         del copies
         try:
             with (
@@ -283,7 +290,7 @@ class Recorder(TorchFunctionMode):
                 self.check,
                 self,
                 self.surroundings.listening(),
-                repeating(False),  # what the code does in a real run must be seen
+                repeating(False, _refuse_to_say),  # what the code does in a real run must be seen
             ):
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient[0]
@@ -293,6 +300,9 @@ class Recorder(TorchFunctionMode):
                 self._require_same_generators()
                 if changed():
                     raise UntraceableError("it changes a container that it is called with: let it return a new one")
+                self._writer.require_bare(tensors_in(output))
+                if marked():
+                    raise UntraceableError("it sets Python attributes of a tensor that it is called with")
                 with self._aside():
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
@@ -352,7 +362,7 @@ class Recorder(TorchFunctionMode):
     def _run_leaf(
         self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        known = is_torchs_module(module) and not hides_code(module)
+        known = all(map(is_torchs_module, module.modules())) and not hides_code(module)
         run, what = partial(call, module), f"the output of {path!r}"
         output = self._operate("call_module", path, args, kwargs, run, own_code=what, known=known)
         if torch.is_autocast_cache_enabled():
@@ -414,6 +424,8 @@ class Recorder(TorchFunctionMode):
             if read or kind == "call_module":
                 self._follow_ambient()
                 encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
+            if own_code and not (known and kind == "call_module"):
+                self._writer.require_bare(read)
             versions = [version_of(tensor) for tensor in read]
             self._require_same_generators()
             self.check.random = self.check.accumulates = self.check.reads_values = False
@@ -442,6 +454,7 @@ class Recorder(TorchFunctionMode):
                     self._writer.note_packed(result[1], args[1])
             else:
                 if not known:
+                    self._writer.require_bare(tensors_in(result))
                     seen = appearance_of(result, sizes=False)
                     check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
                     self._leaves.append((node, check, appearance_of(result, sizes=True)))
@@ -575,11 +588,15 @@ def _copies(values: Iterable[Any]) -> list[Any]:
     """Copies of tensors that a forward may change, one for each object; numbers as they are."""
     made: dict[int, torch.Tensor] = {}
     return [
-        made.setdefault(id(value), value.detach().requires_grad_(value.requires_grad).clone())
+        made.setdefault(id(value), like(value.detach().requires_grad_(value.requires_grad).clone(), value))
         if isinstance(value, torch.Tensor)
         else value
         for value in values
     ]
+
+
+def _refuse_to_say() -> None:
+    raise UntraceableError("it asks is_recomputing(), and what it does for the answer would not be recorded")
 
 
 def _gone(_: None) -> torch.Tensor:

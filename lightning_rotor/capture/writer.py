@@ -26,7 +26,7 @@ from lightning_rotor.capture.operations import (
 )
 from lightning_rotor.capture.size_guards import ancestors
 from lightning_rotor.private.torch_names import identity_of
-from lightning_rotor.private.values import flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import attributes_of, flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.stages.snapshot import is_users
 
 # ----------------------------------------------------------------------------------------------------
@@ -365,6 +365,12 @@ class GraphWriter:
                 self.impure[self._reads[name]] = f"the parameter {name!r}, which learns"
             self.values.put(tensor, self._reads[name])
         return self._reads[name]
+
+    def require_bare(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise ``UntraceableError`` if recorded code, or a module in it, has set Python attributes of tensors."""
+        named = [tensor for tensor in tensors if attributes_of(tensor)]
+        if any((node := self.values.node_of(tensor)) is None or node.op not in _LASTING for tensor in named):
+            raise UntraceableError("it sets Python attributes of tensors, which the recorded operations do not set")
 
     # ---------------------------------------------------------------- sizes
 

@@ -48,6 +48,7 @@ class _Flags(threading.local):
 
     recomputing = 0
     checkpointing = 0
+    refuse: Callable[[], None] | None = None
 
 
 _flags = _Flags()
@@ -58,7 +59,15 @@ def is_recomputing() -> bool:
 
     That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
     can reach in Python is put back by itself. Ask here before writing to a file or a server, which cannot be undone.
+    A module that asks cannot be recorded: it is one stage.
     """
+    if _flags.refuse is not None:
+        _flags.refuse()
+    return is_repeating()
+
+
+def is_repeating() -> bool:
+    """:func:`is_recomputing` for our own code, which asks while user code is recorded, too."""
     return _flags.recomputing > 0
 
 
@@ -68,14 +77,14 @@ def is_checkpointing() -> bool:
 
 
 @contextmanager
-def repeating(repeats: bool = True) -> Iterator[None]:
-    """Context in which :func:`is_recomputing` gives ``repeats``."""
-    before = _flags.recomputing
-    _flags.recomputing = before + 1 if repeats else 0
+def repeating(repeats: bool = True, refuse: Callable[[], None] | None = None) -> Iterator[None]:
+    """Context in which :func:`is_recomputing` gives ``repeats``, or calls ``refuse``, which raises."""
+    before = _flags.recomputing, _flags.refuse
+    _flags.recomputing, _flags.refuse = _flags.recomputing + 1 if repeats else 0, refuse
     try:
         yield
     finally:
-        _flags.recomputing = before
+        _flags.recomputing, _flags.refuse = before
 
 
 @contextmanager
@@ -101,7 +110,7 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     except InverseError as error:  # modules know their type, not where they are
         raise error.located(stage.name) from error
     except (TypeError, AttributeError, KeyError) as error:
-        if is_recomputing():
+        if is_repeating():
             error.args = (
                 f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
                 "variable or an attribute, declare that with @lightning_rotor.skippable",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
-from lightning_rotor.capture.guards import ModuleFacts
+from lightning_rotor.capture.guards import ModuleFacts, Watch
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
@@ -74,6 +74,7 @@ class KnownCuts:
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
         self.facts: ModuleFacts | None = None
+        self._besides: tuple[Watch, ModuleFacts] | None = None
         self._modes: Modes | None = None
 
     def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
@@ -91,7 +92,7 @@ class KnownCuts:
         """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
         if self.facts is not None and self.facts.holds():
             return False
-        self.facts, self._modes = ModuleFacts(self._module), None
+        self.facts, self._besides, self._modes = ModuleFacts(self._module), None, None
         submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
         stock = tuple(map(is_plain_stock, submodules))
         if submodules == self._submodules and stock == self._stock:
@@ -99,6 +100,15 @@ class KnownCuts:
         self._submodules, self._stock = submodules, stock
         self.forget()
         return True
+
+    def facts_besides(self, cut: SequentialCut | GraphCut) -> ModuleFacts | None:
+        """What must be as at the last call, besides what a cut looks at itself."""
+        if not isinstance(cut, GraphCut) or self.facts is None:
+            return self.facts
+        watch = cut.guards.watch
+        if self._besides is None or self._besides[0] is not watch:
+            self._besides = watch, ModuleFacts(self._module, watch.modules)
+        return self._besides[1]
 
     def known(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[SequentialCut | GraphCut, Any]]:
         """Cuts that hold for a call, with their input; those used last come first."""

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from operator import is_, itemgetter
 from types import MethodType
 from typing import Any, Protocol
@@ -21,9 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_rotor.capture.guards import version_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
-from lightning_rotor.execution.passes import buffers_of, is_recomputing
+from lightning_rotor.execution.passes import buffers_of, is_repeating
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
@@ -35,7 +36,6 @@ from lightning_rotor.private.torch_names import (
     is_transformed,
     outside_of_graphs,
     shares_weights,
-    version_of,
 )
 from lightning_rotor.private.values import check_sample, tree_leaves, uncounted_copy
 from lightning_rotor.profiling import Profile
@@ -143,8 +143,10 @@ class KeyValueCaches:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        configs = {id(config): config for each in module.modules() if (config := getattr(each, "config", None))}
-        self._configs = [each for each in configs.values() if getattr(each, "use_cache", False) is True]
+        known = (getattr(each, "config", None) for each in module.modules())
+        configs = {id(config): config for config in known if _is_of_transformers(type(config))}
+        # Set in their namespaces, as their classes take microseconds to set an attribute.
+        self._configs = [vars(each) for each in configs.values() if vars(each).get("use_cache") is True]
         self._has_told = False
 
     @contextmanager
@@ -157,12 +159,16 @@ class KeyValueCaches:
             self._has_told = True
             _log.info("it trains with use_cache=False, without past_key_values in its output, as nobody reads them")
         for config in self._configs:
-            config.use_cache = False
+            config["use_cache"] = False
         try:
             yield
         finally:
             for config in self._configs:
-                config.use_cache = True
+                config["use_cache"] = True
+
+
+def _is_of_transformers(kind: type) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 
 _NO_GRAPH = (
@@ -224,7 +230,7 @@ class PlannedForward:
         if is_transformed():  # checkpoints do not work under torch.func's transforms
             return False
         # Inside a stage that is being measured there is no plan of its own.
-        return not is_recomputing() or self.plans.is_prepared(args, kwargs)
+        return not is_repeating() or self.plans.is_prepared(args, kwargs)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
         """The entry of the call that came last, if this one is like it and nothing has changed; else None."""
@@ -374,16 +380,22 @@ class ForwardInPlace(Protocol):
         """Run the module."""
 
 
-def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for ``type(self).forward``.
+def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for a class's ``forward``, and says that it has the same arguments.
 
-    A bound method in the instance's ``__dict__``, and named like the one it replaces: ``copy`` and ``pickle`` then bind
-    it to the copy, which a closure or a wrapper would not survive.
+    As a bound method in the instance's ``__dict__``, named like the one it replaces: ``copy`` and ``pickle`` then bind
+    it to the copy, which a closure over the module would not survive.
     """
-    # Whoever takes the computation down for another runtime wants the module as the user wrote it.
-    if is_captured():
-        return type(self).forward(self, *args, **kwargs)
-    return self.__dict__[_KEY](self, args, kwargs)
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Whoever takes the computation down for another runtime wants the module as the user wrote it.
+        if is_captured():
+            return type(self).forward(self, *args, **kwargs)
+        return self.__dict__[_KEY](self, args, kwargs)
+
+    forward.__name__ = "forward"
+    return forward
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
@@ -395,7 +407,7 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
             "of its submodules"
         )
     module.__dict__[_KEY] = planned
-    module.__dict__["forward"] = MethodType(forward, module)
+    module.__dict__["forward"] = MethodType(_in_place_of(type(module).forward), module)
 
 
 def detach(module: nn.Module) -> None:

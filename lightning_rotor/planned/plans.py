@@ -234,7 +234,7 @@ class Plans:
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
         if self.measuring_seconds > spent or known is None:
             _tell(signature, prepared, self.measuring_seconds - spent)
-        self.cache.settle(signature, prepared, None if self.together else self._cuts.facts)
+        self.cache.settle(signature, prepared, None if self.together else self._cuts.facts_besides(signature.cut))
         return prepared
 
     def _recalled(self, signature: Signature) -> Prepared | None:

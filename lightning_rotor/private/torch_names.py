@@ -275,6 +275,11 @@ def shares_weights(module: nn.Module) -> bool:
 # -------------------------------------------------------------------- torch.compile
 
 
+def metadata_of(state_dict: Any) -> dict[str, Any]:
+    """Versions of modules by path, which ``load_state_dict`` hands to them; empty in a dict of the user's own."""
+    return getattr(state_dict, "_metadata", {})
+
+
 def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
     """``torch.compiler.disable`` without importing the compiler now; ``reason`` is told under ``fullgraph=True``."""
     kept_out: Any = _disable_dynamo(function)

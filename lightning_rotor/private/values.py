@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -102,6 +103,28 @@ def watch_containers(value: Any) -> Callable[[], bool]:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nesting that torch's pytree knows."""
     return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The Python attributes that user code has given a tensor."""
+    # Tensors that are made of others keep those there.
+    return {} if is_fake(tensor) or hasattr(tensor, "__tensor_flatten__") else vars(tensor)
+
+
+def watch_attributes(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
+    """A function that says whether tensors have other attributes than now. It keeps none alive."""
+    before = [(attributes, dict(attributes)) for attributes in map(attributes_of, tensors)]
+    return lambda: any(
+        now.keys() != then.keys() or not all(map(is_, now.values(), then.values())) for now, then in before
+    )
+
+
+def like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The tensor, made of ``source``, with the attributes of that."""
+    attributes = attributes_of(source)
+    if attributes:
+        vars(tensor).update(attributes)
+    return tensor
 
 
 def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:

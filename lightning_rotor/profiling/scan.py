@@ -27,6 +27,7 @@ from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
     is_fake,
+    like,
     other_layout,
     same_bits,
     spelled,
@@ -57,7 +58,7 @@ class Boundary:
     def of(cls, value: Any, *, whole_storages: bool = False) -> Boundary:
         """The boundary that a value makes."""
         leaves, spec = tree_flatten(value)
-        detached = tuple(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        detached = tuple(like(leaf.detach(), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         requires_grad = tuple(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         return cls(detached, spec, requires_grad, (whole_storages,) * len(leaves))
 
@@ -82,11 +83,11 @@ class Boundary:
             source = leaf.detach().requires_grad_(requires_grad)
             address, storage = address_of(leaf), leaf.untyped_storage()
             if not whole or (storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)):
-                return source.clone()
+                return like(source.clone(), leaf)
             # A slice keeps alive all that it is cut from, as in training; leaves that share a storage share it here.
             if address not in storages:
                 storages[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=leaf.device)
-            return _Placed.apply(source, storages[address])
+            return like(_Placed.apply(source, storages[address]), leaf)
 
         with torch.enable_grad():
             copies = list(map(copy, self.leaves, self.requires_grad, self.whole_storages))

@@ -18,6 +18,7 @@ import dis
 import os
 import random
 import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -41,7 +42,7 @@ SMALL_BYTES = 64 * 1024
 """Below this, remembering costs less than thinking about it."""
 _MUCH_BYTES = 64 * 1024**2
 _MOST_VALUES = 20_000
-_MOST_ENTRIES = 1_000
+MOST_ENTRIES = 1_000
 """What is in a longer list or dict is put back, but not followed."""
 ABSENT = object()
 """In the place of a variable that has no value."""
@@ -126,6 +127,14 @@ class Snapshot:
 
     # ---------------------------------------------------------------- asking
 
+    def changed_large(self) -> set[int]:
+        """Long containers and large arrays that have changed, by ``id``."""
+        return {
+            id(owner)
+            for kind, owner, content in self._kept
+            if _is_large(kind, content) and not kind.same(owner, content)
+        }
+
     @property
     def copied(self) -> list[torch.Tensor]:
         """Tensors of which there are copies."""
@@ -146,13 +155,15 @@ class Snapshot:
         for tensor in self.gone():
             raise _lost(tensor)
 
-    def gone(self) -> list[torch.Tensor]:
-        """Tensors that have changed and cannot be put back or lent."""
+    def gone(self) -> list[Any]:
+        """Tensors and arrays that have changed and cannot be put back or lent, or take too long."""
         changed = self._changed_tensors()
         slots = {id(value) for kind, _, content in self._kept for value in kind.values(content)} if changed else ()
-        return [
+        tensors = (
             tensor for tensor, copy in changed if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in slots
-        ]
+        )
+        arrays = ((array, copy) for kind, array, copy in self._kept if kind is _ARRAY and _is_large(kind, copy))
+        return [*tensors, *(array for array, copy in arrays if not _ARRAY.same(array, copy))]
 
     def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
@@ -164,6 +175,7 @@ class Snapshot:
         self._seen.update((id(module), module) for module in modules)
         for module in modules:
             self._root_module(module)
+        self._pending += {type(module) for module in modules}
         if self._hooks:
             self._hook_tables(private.hook_tables(None))
         self._pending += (*also, *self._roots)
@@ -204,6 +216,7 @@ class Snapshot:
         if isinstance(module, torch.jit.ScriptModule) or is_torchs:
             return
         attributes = module.__dict__
+        self._pending.append(type(module))
         self._kept.append((_NAMESPACE, attributes, dict(attributes)))
         self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
         self._follow(_values_of(attributes))
@@ -216,18 +229,18 @@ class Snapshot:
     def _list(self, value: Any) -> None:
         entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
         self._kept.append((_LIST, value, entries))
-        self._follow(entries if len(entries) <= _MOST_ENTRIES else ())
+        self._follow(entries if len(entries) <= MOST_ENTRIES else ())
 
     def _dict(self, value: Any) -> None:
         entries = dict(_items(value))
         self._kept.append((_DICT, value, entries))
-        self._follow(entries.values() if len(entries) <= _MOST_ENTRIES else ())
+        self._follow(entries.values() if len(entries) <= MOST_ENTRIES else ())
 
     def _set(self, value: Any) -> None:
         self._kept.append((_SET, value, set(value)))
 
     def _tuple(self, value: Any) -> None:
-        self._follow(value if len(value) <= _MOST_ENTRIES else ())
+        self._follow(value if len(value) <= MOST_ENTRIES else ())
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
@@ -241,6 +254,16 @@ class Snapshot:
     def _array(self, array: Any) -> None:
         if array.nbytes <= self._small_bytes and array.dtype != object:
             self._kept.append((_ARRAY, array, array.copy()))
+
+    def _bytes(self, value: Any) -> None:
+        self._kept.append((_BYTES, value, value[:]))
+
+    def _class(self, kind: type) -> None:
+        """Look at the data that a class of the user's, or one that it is made from, has in its attributes."""
+        for base in kind.__mro__:
+            names = _data_in(base, len(vars(base)))
+            if names:
+                self._keep(CLASS_ENTRIES, base, {name: CLASS_ENTRIES.read(base, name) for name in names})
 
     def _generator(self, generator: Any) -> None:
         self._generators += filter(None, [rewinding(generator)])
@@ -276,12 +299,18 @@ class Snapshot:
             if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
                 self.objects.add(id(namespace))
                 self._keep(_NAMESPACE, namespace, dict(namespace))
-            slots = _slots_of(kind)
+            slots = slots_of(kind)
             if slots:
-                self._keep(_SLOTS, value, {name: _slot(value, name) for name in slots})
+                self._keep(_SLOTS, value, {name: slot(value, name) for name in slots})
         for base, look in _FILLED:
             if isinstance(value, base):
                 look(self, value)
+
+
+def _is_large(kind: Kind, content: Any) -> bool:
+    if kind is _ARRAY:
+        return bool(content.nbytes > SMALL_BYTES)
+    return kind in (_LIST, _DICT, _SET) and len(content) > MOST_ENTRIES
 
 
 def _lost(tensor: torch.Tensor) -> ExecutionError:
@@ -386,7 +415,8 @@ def _content(cell: CellType, _: str) -> Any:
         return ABSENT
 
 
-def _slot(owner: Any, name: str) -> Any:
+def slot(owner: Any, name: str) -> Any:
+    """What is in a slot, or a mark if there is nothing."""
     return getattr(owner, name, ABSENT)
 
 
@@ -402,10 +432,13 @@ _SET = Kind(lambda now, then: set(now) == then, _write_set, _nothing)
 _ARRAY = Kind(
     lambda now, then: bool(now.tobytes() == then.tobytes()), lambda now, then: now.__setitem__(..., then), _nothing
 )
+_BYTES = Kind(
+    lambda now, then: bytes(now) == bytes(then), lambda now, then: now.__setitem__(slice(None), then), _nothing
+)
 ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
 CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
-_SLOTS = _by_name(_slot, object.__setattr__, object.__delattr__)
+_SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
 CELL = _by_name(
     _content,
     lambda cell, _, value: setattr(cell, "cell_contents", value),
@@ -437,7 +470,9 @@ _FILLED: tuple[tuple[type | tuple[type, ...], Callable[[Snapshot, Any], None]], 
     ((tuple, frozenset), Snapshot._tuple),
 )
 _KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
-    ((*PLAIN, type, ModuleType, BaseException, Dataset, DataLoader), None),
+    (type, Snapshot._class),
+    ((bytearray, array), Snapshot._bytes),
+    ((*PLAIN, ModuleType, BaseException, Dataset, DataLoader), None),
     (torch.Tensor, Snapshot._tensor),
     (nn.Module, Snapshot._module),
     (np.ndarray, Snapshot._array),
@@ -485,6 +520,15 @@ def _is_own(kind: type) -> bool:
     return "-packages" not in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
+@lru_cache(maxsize=1024)
+def _data_in(kind: type, _: int) -> list[str]:
+    """Names of the data in a class of the user's; the number of all its attributes only tells of new ones."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    if kind.__module__ == "builtins" or not is_users(file):
+        return []
+    return [name for name, value in vars(kind).items() if isinstance(value, _DATA) and not name.startswith("__")]
+
+
 def namespace_of(holder: Any) -> dict[str, Any] | None:
     """The dict of an object's attributes, or None. Runs no code of the object's class."""
     try:
@@ -494,7 +538,10 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
     return found if type(found) is dict else None
 
 
-def _slots_of(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """Names of the slots of a class; none of a library's."""
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return []
     found: list[str] = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
