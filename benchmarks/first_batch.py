@@ -75,8 +75,10 @@ class _BoundError(Exception):
     """The plan of a call is found."""
 
 
-def binding(net: Checkpointable, inputs: dict[str, Any]) -> float:
-    """Seconds from a call of a known size to its plan."""
+def binding(net: Checkpointable, inputs: dict[str, Any]) -> float | None:
+    """Seconds from a call of a known size to its plan; None for versions that do not say when they have it."""
+    if not hasattr(getattr(net, "_limit", None), "on_start"):
+        return None
 
     def stop(_: Any) -> None:
         raise _BoundError

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.recorder import is_recomputing
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.errors import (
@@ -31,7 +32,7 @@ from lightning_rotor.errors import (
     ShortageError,
     UnitError,
 )
-from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
+from lightning_rotor.execution.passes import is_checkpointing
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advise_batch_size
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain

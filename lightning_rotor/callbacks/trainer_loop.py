@@ -19,7 +19,7 @@ from typing_extensions import Self, override
 from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import Settings, is_repeating
+from lightning_rotor.execution.passes import Settings, is_recomputing
 from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
 from lightning_rotor.planned.modules import Target, TargetSearch, named_target
@@ -207,7 +207,7 @@ class TrainerLoop(TrainingLoop):
 def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
     """Stands in for ``type(self).log``. Bound and named like it: copies and pickles of modules then get their own."""
     require_unrecorded("it logs (self.log), which no trace would do again")
-    if not is_repeating():
+    if not is_recomputing():
         type(self).log(self, *args, **kwargs)
 
 

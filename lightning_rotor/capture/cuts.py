@@ -141,7 +141,6 @@ def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> W
 class _Attempt:
     """A recording, or the module whose forward could not be recorded, and why."""
 
-    before: Snapshot
     recorder: Recorder
     recording: Recording | None
     culprit: nn.Module
@@ -178,12 +177,10 @@ class _Attempts:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
                 unsettled = attempt.notes
                 continue
-            attempt.notes.restore()
             if attempt.may_settle and unsettled is not None:
+                attempt.notes.restore()
                 unsettled.restore()
                 before.restore()
-            else:
-                attempt.before.rewind()  # what was noted when another layer had changed it; its buffers were lent
             if self._gives_up(attempt):
                 before.restore()
                 raise ModelError(
@@ -232,7 +229,7 @@ class _Attempts:
         if not differing and again.recording is not None and writer is not None:  # a warning comes once
             culprit = self._module.get_submodule(writer)
             reason = "it prints, or writes to a file, whenever it runs, which a recording would not"
-            return _Attempt(again.before, again.recorder, None, culprit, reason)
+            return _Attempt(again.recorder, None, culprit, reason)
         if not differing:
             return again if again.recording is None else first
         paths = [str(node.meta["module"]) for node in differing]
@@ -243,11 +240,12 @@ class _Attempts:
             "it does something else each time that it runs on the same input (it asks a clock, a counter outside of "
             "modules, or a random generator of its own)"
         )
-        return _Attempt(again.before, again.recorder, None, culprit, reason)
+        return _Attempt(again.recorder, None, culprit, reason)
 
     def _attempt(self) -> _Attempt:
         """Record once, and set back whatever the forward has changed."""
         recorder = Recorder(self._module, self._call, self._is_opaque, self._closures)
+        notes = recorder.surroundings.notes
         module, modules = self._module, tuple(self._module.modules())
         device = self._call.tensors[0].device if self._call.tensors else torch.device("cpu")
         whole = Stage("", (module,))
@@ -263,35 +261,38 @@ class _Attempts:
                 before.restore()
                 raise
             except Exception as error:
+                notes.restore()
                 before.restore()
-                return _Attempt(before, recorder, None, recorder.calls.culprit or module, _reason(error))
+                return _Attempt(recorder, None, recorder.calls.culprit or module, _reason(error))
             finally:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
-                outside = recorder.surroundings.notes.changed()
+                outside = notes.changed()
                 changed = watch.changed(besides) or _changed_beyond_watching(before, modules, besides)
                 # What the forward has set up, as in a configuration, may stay so.
                 others = (each for each in modules if each not in besides)
                 before.restore(leaving=Snapshot(others, hooks=False).objects)
                 remaining = watch.changed(besides)
                 if remaining is None:
-                    before.restore()
+                    if changed is not None:
+                        notes.restore()
+                    before.restore()  # behind the notes: some were taken when another layer had changed what they note
         if changed is not None:
             reason = "its forward changes attributes of the module"
-            return _Attempt(before, recorder, None, changed, reason, may_settle=remaining is not None)
+            return _Attempt(recorder, None, changed, reason, may_settle=remaining is not None)
         if outside is not None:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
-            return _Attempt(before, recorder, None, module.get_submodule(path), reason, may_settle=True)
+            return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
         recording.notes.settle()
-        return _Attempt(before, recorder, recording, module)
+        return _Attempt(recorder, recording, module)
 
 
 def _changed_beyond_watching(
     before: Snapshot, modules: Sequence[nn.Module], besides: Collection[nn.Module]
 ) -> nn.Module | None:
     """The first module with a long container or a large array that has changed since, not counting some."""
-    changed = before.changed_large()
+    changed = set(map(id, before.changed_large()))
     changed -= Snapshot(besides).owners if changed else set()
     others = (each for each in modules if each not in besides)
     return next((each for each in others if changed & Snapshot((each,), hooks=False).owners), None) if changed else None

@@ -377,13 +377,13 @@ class Watch:
             },
             {key: Same(child) for key, child in module._modules.items()},
             *(
-                {key: Same(tensor) if self._tensors else _kind_of(tensor) for key, tensor in tensors.items()}
+                {key: Same(tensor) if self._tensors else _seen_in_slot(tensor) for key, tensor in tensors.items()}
                 for tensors in (module._parameters, module._buffers)
             ),
         )
 
 
-def _kind_of(tensor: torch.Tensor | None) -> Any:
+def _seen_in_slot(tensor: torch.Tensor | None) -> Any:
     """What code can tell of a parameter or buffer without its values, but for its device, which pipelines change."""
     return None if tensor is None else (tensor.shape, tensor.dtype, _layout(tensor))
 
@@ -628,11 +628,11 @@ class CallGuards:
 
 def _key(call: Call) -> Any:
     # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors are autograd's.
-    kinds = tuple([_kind(each) if isinstance(each, torch.Tensor) else type(each) for each in call.inputs])
+    kinds = tuple([_seen_as_input(each) if isinstance(each, torch.Tensor) else type(each) for each in call.inputs])
     return call.key, firsts_of(call.tensors), ambient()[:-1], kinds
 
 
-def _kind(tensor: torch.Tensor) -> Any:
+def _seen_as_input(tensor: torch.Tensor) -> Any:
     """What code can tell of an input besides sizes and values."""
     attributes = attributes_of(tensor)
     own = Copies().of(attributes) if attributes else None

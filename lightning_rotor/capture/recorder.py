@@ -61,13 +61,14 @@ from lightning_rotor.capture.operations import (
 )
 from lightning_rotor.capture.size_guards import OWN, SizeGuards, ancestors, first_difference
 from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
+from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.snapshot import globals_of, is_users, namespace_of
+from lightning_rotor.stages.snapshot import globals_of, is_users, is_users_class, namespace_of
 
 # ----------------------------------------------------------------------------------------------------
 # What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
@@ -197,8 +198,7 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
     """The places under names in one of the user's modules, classes or objects."""
     if isinstance(holder, type):
         for kind in holder.__mro__:
-            file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # a notebook has none
-            if kind.__module__ != "builtins" and is_users(file):
+            if is_users_class(kind):
                 yield from (Place(kinds.CLASS_ENTRIES, kind, name) for name in names if name in vars(kind))
         return
     if isinstance(holder, ModuleType):
@@ -290,7 +290,7 @@ class Recorder(TorchFunctionMode):
                 self.check,
                 self,
                 self.surroundings.listening(),
-                repeating(False, _refuse_to_say),  # what the code does in a real run must be seen
+                repeating(False),  # what the code does in a real run must be seen
             ):
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient[0]
@@ -581,6 +581,17 @@ def require_unrecorded(what: str) -> None:
         raise UntraceableError(what)
 
 
+def is_recomputing() -> bool:
+    """True if the current forward repeats one that has already run, so that nothing should come of it.
+
+    That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
+    can reach in Python is put back by itself. Ask here before writing to a file or a server, which cannot be undone.
+    A module that asks cannot be recorded: it is one stage.
+    """
+    require_unrecorded("it asks is_recomputing(), and what it does for the answer would not be recorded")
+    return passes.is_recomputing()
+
+
 # -------------------------------------------------------------------- small things
 
 
@@ -593,10 +604,6 @@ def _copies(values: Iterable[Any]) -> list[Any]:
         else value
         for value in values
     ]
-
-
-def _refuse_to_say() -> None:
-    raise UntraceableError("it asks is_recomputing(), and what it does for the answer would not be recorded")
 
 
 def _gone(_: None) -> torch.Tensor:

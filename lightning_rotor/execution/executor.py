@@ -33,7 +33,7 @@ from lightning_rotor.execution.passes import (
     changed_meanwhile,
     first_changed,
     is_checkpointing,
-    is_repeating,
+    is_recomputing,
     passing_first,
     repeating,
     run_stage,
@@ -257,7 +257,7 @@ class _Inputs:
         self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
-        self._anew = is_checkpointing() or is_repeating()
+        self._anew = is_checkpointing() or is_recomputing()
         self._leaves: list[Any] | None = [*leaves]
         if self._hooks is not None:
             with torch.no_grad():
@@ -308,8 +308,8 @@ def _alone(tensor: torch.Tensor, learns: bool, is_leaf: bool) -> torch.Tensor:
     """An input for another pass, in the same memory: hooks that it gets are not the first pass's."""
     if not learns:
         return tensor
-    alone = like(tensor.detach().requires_grad_(), tensor)
-    return alone if is_leaf else like(alone.view_as(alone), tensor)
+    alone = tensor.detach().requires_grad_()
+    return like(alone if is_leaf else alone.view_as(alone), tensor)
 
 
 def recomputed(

@@ -48,7 +48,6 @@ class _Flags(threading.local):
 
     recomputing = 0
     checkpointing = 0
-    refuse: Callable[[], None] | None = None
 
 
 _flags = _Flags()
@@ -58,16 +57,8 @@ def is_recomputing() -> bool:
     """True if the current forward repeats one that has already run, so that nothing should come of it.
 
     That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
-    can reach in Python is put back by itself. Ask here before writing to a file or a server, which cannot be undone.
-    A module that asks cannot be recorded: it is one stage.
+    can reach in Python is put back by itself.
     """
-    if _flags.refuse is not None:
-        _flags.refuse()
-    return is_repeating()
-
-
-def is_repeating() -> bool:
-    """:func:`is_recomputing` for our own code, which asks while user code is recorded, too."""
     return _flags.recomputing > 0
 
 
@@ -77,14 +68,14 @@ def is_checkpointing() -> bool:
 
 
 @contextmanager
-def repeating(repeats: bool = True, refuse: Callable[[], None] | None = None) -> Iterator[None]:
-    """Context in which :func:`is_recomputing` gives ``repeats``, or calls ``refuse``, which raises."""
-    before = _flags.recomputing, _flags.refuse
-    _flags.recomputing, _flags.refuse = _flags.recomputing + 1 if repeats else 0, refuse
+def repeating(repeats: bool = True) -> Iterator[None]:
+    """Context in which :func:`is_recomputing` gives ``repeats``."""
+    before = _flags.recomputing
+    _flags.recomputing = before + 1 if repeats else 0
     try:
         yield
     finally:
-        _flags.recomputing, _flags.refuse = before
+        _flags.recomputing = before
 
 
 @contextmanager
@@ -110,7 +101,7 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     except InverseError as error:  # modules know their type, not where they are
         raise error.located(stage.name) from error
     except (TypeError, AttributeError, KeyError) as error:
-        if is_repeating():
+        if is_recomputing():
             error.args = (
                 f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
                 "variable or an attribute, declare that with @lightning_rotor.skippable",

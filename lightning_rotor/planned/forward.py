@@ -24,7 +24,7 @@ from torch import nn
 from lightning_rotor.capture.guards import version_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
-from lightning_rotor.execution.passes import buffers_of, is_repeating
+from lightning_rotor.execution.passes import buffers_of, is_recomputing
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
@@ -230,7 +230,7 @@ class PlannedForward:
         if is_transformed():  # checkpoints do not work under torch.func's transforms
             return False
         # Inside a stage that is being measured there is no plan of its own.
-        return not is_repeating() or self.plans.is_prepared(args, kwargs)
+        return not is_recomputing() or self.plans.is_prepared(args, kwargs)
 
     def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
         """The entry of the call that came last, if this one is like it and nothing has changed; else None."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -265,7 +266,8 @@ def _look(
             if storage is not None and version_of(leaf) != version
         ]
         updating, leaves_traces = _updating(originals), bool(before.changed())
-        repeatable = not (before.gone() or _saves_noise_early(tensors_in(output)))
+        lost = before.gone() or any(isinstance(each, np.ndarray) for each in before.changed_large())
+        repeatable = not (lost or _saves_noise_early(tensors_in(output)))
     del value, leaves, output
     if True in noticed:
         raise ModelError(f"stage {stage.name!r} cannot be measured. {NO_CHECKPOINTS}")

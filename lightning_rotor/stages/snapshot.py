@@ -127,13 +127,11 @@ class Snapshot:
 
     # ---------------------------------------------------------------- asking
 
-    def changed_large(self) -> set[int]:
-        """Long containers and large arrays that have changed, by ``id``."""
-        return {
-            id(owner)
-            for kind, owner, content in self._kept
-            if _is_large(kind, content) and not kind.same(owner, content)
-        }
+    def changed_large(self) -> list[Any]:
+        """Long containers and large arrays that have changed."""
+        return [
+            owner for kind, owner, content in self._kept if _is_large(kind, content) and not kind.same(owner, content)
+        ]
 
     @property
     def copied(self) -> list[torch.Tensor]:
@@ -155,15 +153,13 @@ class Snapshot:
         for tensor in self.gone():
             raise _lost(tensor)
 
-    def gone(self) -> list[Any]:
-        """Tensors and arrays that have changed and cannot be put back or lent, or take too long."""
+    def gone(self) -> list[torch.Tensor]:
+        """Tensors that have changed and cannot be put back or lent."""
         changed = self._changed_tensors()
         slots = {id(value) for kind, _, content in self._kept for value in kind.values(content)} if changed else ()
-        tensors = (
+        return [
             tensor for tensor, copy in changed if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in slots
-        )
-        arrays = ((array, copy) for kind, array, copy in self._kept if kind is _ARRAY and _is_large(kind, copy))
-        return [*tensors, *(array for array, copy in arrays if not _ARRAY.same(array, copy))]
+        ]
 
     def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
@@ -520,11 +516,16 @@ def _is_own(kind: type) -> bool:
     return "-packages" not in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
+def is_users_class(kind: type) -> bool:
+    """True if a class is neither torch's nor Python's nor ours."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # a notebook has none
+    return kind.__module__ != "builtins" and is_users(file)
+
+
 @lru_cache(maxsize=1024)
 def _data_in(kind: type, _: int) -> list[str]:
     """Names of the data in a class of the user's; the number of all its attributes only tells of new ones."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    if kind.__module__ == "builtins" or not is_users(file):
+    if not is_users_class(kind):
         return []
     return [name for name, value in vars(kind).items() if isinstance(value, _DATA) and not name.startswith("__")]
 

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.execution.isolated import kept_attributes
-from lightning_rotor.execution.passes import Settings, is_repeating
+from lightning_rotor.execution.passes import Settings, is_recomputing
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
@@ -536,7 +536,7 @@ class _MicroBatchLogs:
             self._model.log(name, _logged(metrics[0], values, sizes, options[0].get("reduce_fx", "mean")), **options[0])
 
     def _note(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
-        if is_repeating():
+        if is_recomputing():
             return
         metric = value if isinstance(value, Metric) else None
         if metric is not None:
