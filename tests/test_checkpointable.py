@@ -275,6 +275,21 @@ def test_a_settled_call_is_left_when_something_changes(
         assert cache.settled is not before
 
 
+def test_a_call_of_a_compiled_module_settles_until_its_mode_changes() -> None:
+    # It keeps no mode of its own: without the short way DenseNet took 6 ms more in every step.
+    compiled = torch.compile(Scaled(), backend="aot_eager")
+    net, x = Checkpointable(compiled, mem_limit="1GiB"), torch.randn(64, 32)
+    for _ in range(16):
+        net(x).sum().backward()
+    before = net._planned.plans.cache.settled
+    assert before is not None
+    net(x).sum().backward()
+    assert net._planned.plans.cache.settled is before
+    compiled.dropout.eval()
+    assert torch.equal(net(x), net(x))
+    assert net._planned.plans.cache.settled is not before
+
+
 @contextmanager
 def net_measured_anew(net: Checkpointable) -> Iterator[None]:
     before = net.plan

@@ -446,7 +446,7 @@ def _parts_of(modules: Sequence[nn.Module]) -> tuple[Callable[[], tuple[Any, ...
 
 
 _TABLES = ("_modules", *private.HOOKS[:2], "_parameters")
-_tables_in, _training = itemgetter(*_TABLES), itemgetter("training")
+_tables_in = itemgetter(*_TABLES)
 _learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 
@@ -475,7 +475,8 @@ class ModuleFacts:
             tables = list(filter(None, chain.from_iterable(map(_tables_in, self._attributes))))
             return (
                 *(*map(type, self._modules), *map(contains, self._attributes, repeat("forward"))),
-                *(*map(_training, self._attributes), *map(_learns, self._parameters), *map(_dtype, self._parameters)),
+                *map(dict.get, self._attributes, repeat("training")),  # a compiled module asks the one inside for it
+                *(*map(_learns, self._parameters), *map(_dtype, self._parameters)),
                 *(*tables, *chain.from_iterable(tables), *chain.from_iterable(map(dict.values, tables))),
                 *chain.from_iterable(map(dict.values, self._slots)),
             )

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from operator import is_, itemgetter
+from operator import attrgetter, is_, ne
 from types import MethodType
 from typing import Any, Protocol
 
@@ -55,37 +55,44 @@ def is_shortage(error: BaseException) -> bool:
     )
 
 
-class CopiedStatistics:
-    """Copies of BatchNorm's statistics, in memory kept from forward to forward: there are many, of a few bytes each."""
+_kind = attrgetter("shape", "dtype")
+
+
+class CopiedBuffers:
+    """Copies of buffers, in memory kept from forward to forward: BatchNorm has many, of a few bytes each."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take(self, state: SegmentState) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The statistics that a forward in training will update, each with a copy."""
-        found = [each.module._buffers[each.name] for each in state.statistics if each.module.training]
-        buffers = [buffer for buffer in found if buffer is not None]
+        """The buffers that a forward in training may update, each with a copy."""
+        statistics = [each.module._buffers[each.name] for each in state.statistics if each.module.training]
+        buffers = [buffer for buffer in statistics if buffer is not None]
+        buffers += [buffer for _, _, buffer in buffers_of(state.remembered)]
         # Taken while it is in use: a forward inside this one makes copies of its own.
-        pairs, self._kept = self._kept, None
-        if pairs is None or len(pairs) != len(buffers) or not all(map(is_, buffers, map(itemgetter(0), pairs))):
+        pairs, self._kept = self._kept, []
+        known, copies = zip(*pairs, strict=True) if pairs else ((), ())
+        is_same = len(known) == len(buffers) and all(map(is_, known, buffers))
+        if not is_same or any(map(ne, map(_kind, copies), map(_kind, buffers))):  # given another shape in place
             return [(buffer, uncounted_copy(buffer)) for buffer in buffers]
         if pairs:
             with torch.no_grad():
-                copy_each([copy for _, copy in pairs], buffers)
+                copy_each(list(copies), buffers)
         return pairs
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the memory back when the forward is over."""
-        if pairs and pairs[0][1].device.type == "cpu":  # elsewhere the backward's peak would count them
+        # Elsewhere, and in large ones, the backward's peak would feel them.
+        if pairs and all(copy.device.type == "cpu" and copy.nbytes <= SMALL_BYTES for _, copy in pairs):
             self._kept = pairs
 
 
 class BeforeForward:
     """What a forward may change, as it was before: the state of the modules that ``profile`` names, and its input."""
 
-    __slots__ = ("_before", "_copies", "_generators", "_owner", "_statistics", "_versions", "_written")
+    __slots__ = ("_before", "_copies", "_generators", "_owner", "_versions", "_written")
 
-    def __init__(self, profile: Profile, value: Any, statistics: CopiedStatistics) -> None:
+    def __init__(self, profile: Profile, value: Any, buffers: CopiedBuffers) -> None:
         state = profile.state
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         self._generators = (
@@ -96,8 +103,7 @@ class BeforeForward:
         # Torch's own layers have nothing that a forward could change, but for hooks on all modules.
         looks = state.attributed or any_hooks_of_all()
         self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES) if looks else None
-        self._owner, self._statistics = statistics, statistics.take(state)
-        self._copies = [(buffer, uncounted_copy(buffer)) for _, _, buffer in buffers_of(state.remembered)]
+        self._owner, self._copies = buffers, buffers.take(state)
         self._written = state.written
         fixed = [*tensors, *(buffer for _, _, buffer in buffers_of(state.watched))]
         self._versions = [(tensor, version_of(tensor)) for tensor in fixed]
@@ -109,7 +115,7 @@ class BeforeForward:
         if self._before is not None:
             self._before.restore()
         with torch.no_grad():
-            for buffer, copy in (*self._statistics, *self._copies):
+            for buffer, copy in self._copies:
                 buffer.copy_(copy)
         if self._generators is not None:
             self._generators.restore()
@@ -117,7 +123,7 @@ class BeforeForward:
 
     def forget(self) -> None:
         """Drop the copies when the forward has come to its end."""
-        self._owner.give_back(self._statistics)
+        self._owner.give_back(self._copies)
 
 
 def shortage_message(failure: BaseException, reason: str, *, limit_bytes: int, predicted_bytes: int) -> str:
@@ -195,7 +201,7 @@ class PlannedForward:
     def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
         self.plans = Plans(module, source, settings, name)
         self._module, self._source = module, source
-        self._statistics = CopiedStatistics()
+        self._buffers = CopiedBuffers()
         self._caches = KeyValueCaches(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -266,7 +272,7 @@ class PlannedForward:
         self, signature: Signature, prepared: Prepared, value: Any, plainly: Callable[[], Any] | None
     ) -> tuple[Any, Prepared]:
         """Output of a call and what it ran with: if the device has no memory left, a smaller plan, and so on."""
-        before = BeforeForward(prepared.profile, value, self._statistics)
+        before = BeforeForward(prepared.profile, value, self._buffers)
         for attempt in itertools.count():
             try:
                 assert prepared.executor is not None
