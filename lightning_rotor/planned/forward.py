@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from operator import attrgetter, is_, ne
 from types import MethodType
 from typing import Any, Protocol
@@ -386,6 +386,7 @@ class ForwardInPlace(Protocol):
         """Run the module."""
 
 
+@lru_cache(128)
 def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in for a class's ``forward``, and says that it has the same arguments.
 
