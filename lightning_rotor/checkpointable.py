@@ -296,6 +296,8 @@ class Checkpointable(nn.Module):
 class _ActivationLimit(BudgetSource):
     """The limit of a :class:`Checkpointable` as a budget."""
 
+    accumulates = False  # all gradients are new in it
+
     def __init__(self, limit: MemoryLimit | None) -> None:
         self.limit = limit
 

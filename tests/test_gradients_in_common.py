@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rotor import Checkpointable
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import Profile, profile_chain
@@ -123,3 +124,20 @@ def test_the_gradient_of_a_tied_parameter_waits_for_its_first_use() -> None:
         peak, simulated = peaks(case, profile, text, gradients_exist=False)
         assert peak <= simulated + LOSS_BYTES, text
     assert least.peak_bytes == simulate(profile.chain, least.schedule, gradients_exist=True).peak_bytes
+
+
+def test_costs_of_new_gradients_bound_those_of_gradients_that_are_added_to_others() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.GELU())
+    case, exact = measured(net)
+    profile = profile_chain(sequential_stages(net), case.batch, repeats=1, accumulating=False)
+    for text in ("0-4", "(0-3) 4", "0 (1-2) 3-4"):
+        peak, simulated = peaks(case, profile, text, gradients_exist=True)
+        assert peak <= simulated + LOSS_BYTES, text
+        assert peaks(case, profile, text, gradients_exist=False) == peaks(case, exact, text, gradients_exist=False)
+    assert any(stage.keep.accumulating for stage in exact.chain)
+    assert not any(stage.keep.accumulating for stage in profile.chain)
+    # A limit for activations and new gradients never counts on earlier ones, and the first batch comes sooner.
+    chain = Checkpointable(net, case.batch, show_progress=False).chain
+    assert chain is not None
+    assert not any(stage.keep.accumulating for stage in chain)

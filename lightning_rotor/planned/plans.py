@@ -57,6 +57,7 @@ class BudgetSource:
     """Says what the plans of modules may use, and hears what happens. Errors end the call unless it takes them."""
 
     ranks = Agreement()
+    accumulates = True  # budgets may be for steps that add to gradients which are there
 
     @property
     def turn(self) -> Turn:
@@ -284,7 +285,12 @@ class Plans:
         start = time.perf_counter()
         with measuring_progress(enabled=self._settings.show_progress) as progress:
             profile = profile_chain(
-                signature.cut.stages, value, progress=progress, compiled=self._compiled, in_lockstep=self.together
+                signature.cut.stages,
+                value,
+                progress=progress,
+                compiled=self._compiled,
+                in_lockstep=self.together,
+                accumulating=self._source.accumulates,
             )
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds

@@ -148,6 +148,7 @@ def profile_chain(
     progress: Progress | None = None,
     compiled: CompiledModules | None = None,
     in_lockstep: bool = False,
+    accumulating: bool = True,
 ) -> Profile:
     """Measure bytes and seconds of every stage.
 
@@ -160,6 +161,8 @@ def profile_chain(
         progress: Called with the number of stages done and their total.
         compiled: Variants of stages that the user compiled; given again, it knows those of earlier calls.
         in_lockstep: All processes of a distributed training measure the same stages now and wait for each other.
+        accumulating: Also measure backwards that add to gradients which are there. Else the peaks of those that make
+            them anew stand for both, which are as high or higher.
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
@@ -174,7 +177,8 @@ def profile_chain(
     device = tensors_in(sample)[0].device
     with undisturbed(device):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
-        measuring = _Measuring(stages, sample, meter, compiled, repeats=repeats, in_lockstep=in_lockstep)
+        how = {"repeats": repeats, "in_lockstep": in_lockstep, "accumulating": accumulating}
+        measuring = _Measuring(stages, sample, meter, compiled, **how)
         measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
@@ -223,9 +227,9 @@ class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
     def __init__(
-        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **how_often: Any
+        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **how: Any
     ) -> None:
-        self._meter, self._compiled, self._how_often = meter, compiled, how_often
+        self._meter, self._compiled, self._how = meter, compiled, how
         self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
@@ -325,7 +329,7 @@ class _Measuring:
             last=number == len(self.stages) - 1,
             recomputable=behaviour.repeatable,
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
-            **self._how_often,
+            **self._how,
         )
         return _MeasuredStage(
             profiler,

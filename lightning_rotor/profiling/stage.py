@@ -237,6 +237,7 @@ class StageProfiler:
     repeats: int  # of timed runs
     interlude: Callable[[], None]  # called before each timed run
     in_lockstep: bool  # other processes measure it now and wait, so neither times nor sizes may decide what runs
+    accumulating: bool  # also measure where gradients exist
     boundary: Boundary = NOTHING
     layouts: Layouts = ()  # how later stages leave the gradients that it is given
     before: Snapshot | None = None  # what user code can reach where every run starts
@@ -258,7 +259,8 @@ class StageProfiler:
         """Bytes of the stage, when it has run before."""
         found = self._bytes()
         keep = found.cost.keep
-        if self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes:
+        matters = self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes
+        if self.accumulating and matters:
             again = replace(self, gradients_exist=True)._bytes().cost.keep
             keep = replace(keep, accumulating=again.backward_peaks(gradients_exist=False))
         return replace(found, cost=replace(found.cost, options=(keep,)))
