@@ -79,6 +79,19 @@ def test_a_running_backward() -> None:
     assert private.backward_number() is None
 
 
+def test_hooks_for_several_tensors_can_be_left_out() -> None:
+    first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    calls: list[str] = []
+    first.register_hook(lambda _: calls.append("before"))
+    torch.autograd.graph.register_multi_grad_hook((first, second), lambda _: calls.append("several"))
+    first.register_hook(lambda _: calls.append("behind"))
+    with private.without_hooks_of_several((first, second)):
+        torch.autograd.grad((first * second).sum(), (first, second))
+    assert calls == ["before", "behind"]
+    (first * second).sum().backward()
+    assert sorted(calls[2:]) == ["before", "behind", "several"]
+
+
 def test_what_is_called_at_the_end_of_a_backward_comes_behind_its_last_node() -> None:
     leaf, order = torch.ones(2, requires_grad=True), list[str]()
     first = leaf * 2

@@ -195,3 +195,30 @@ def test_a_hook_that_is_called_after_an_error_is_called_again_where_the_model_su
         assert one is not None
         assert other is not None
         assert torch.equal(one, other)
+
+
+def test_a_hook_for_the_gradients_of_several_parameters_is_called_once_a_backward() -> None:
+    # ``torch.autograd.grad``, by which stages are measured, cannot call such hooks.
+    torch.manual_seed(0)
+    net, x = (
+        nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)),
+        torch.ones(99, 8),
+    )
+    calls: list[list[torch.Tensor]] = []
+
+    def keep(gradients: Any) -> None:
+        calls.append([gradient.clone() for gradient in gradients])
+
+    single = net[0].weight.register_hook(lambda gradient: gradient * 2)
+    several = torch.autograd.graph.register_multi_grad_hook(tuple(net.parameters()), keep)
+    planned = Checkpointable(net, x)
+    planned.use(Schedule.parse("0 (1-3) 4"))
+    for run in (net, planned):
+        net.zero_grad()
+        run(x).sum().backward()
+    assert len(calls) == 2
+    assert all(map(torch.equal, *calls))
+    several.remove()
+    single.remove()
+    planned(x).sum().backward()
+    assert len(calls) == 2

@@ -283,15 +283,9 @@ class Plans:
         """Measure a call, again if it was measured before."""
         self._source.before_measuring()
         start = time.perf_counter()
+        how = dict[str, Any](compiled=self._compiled, in_lockstep=self.together, accumulating=self._source.accumulates)
         with measuring_progress(enabled=self._settings.show_progress) as progress:
-            profile = profile_chain(
-                signature.cut.stages,
-                value,
-                progress=progress,
-                compiled=self._compiled,
-                in_lockstep=self.together,
-                accumulating=self._source.accumulates,
-            )
+            profile = profile_chain(signature.cut.stages, value, progress=progress, **how)
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED

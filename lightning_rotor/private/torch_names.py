@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import getclosurevars
@@ -260,6 +260,22 @@ def hook_tables(module: nn.Module | None, names: Sequence[str] = (*HOOKS, *_HOOK
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks that ``Tensor.register_hook`` was given."""
     return list((tensor._backward_hooks or {}).values())
+
+
+@contextmanager
+def without_hooks_of_several(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Context without the hooks of ``register_multi_grad_hook``, which ``torch.autograd.grad`` cannot call."""
+    kept = [(hooks, dict(hooks)) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    for hooks, before in kept:
+        for key, hook in before.items():
+            if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook."):
+                del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.clear()
+            hooks.update(before)  # in their order
 
 
 def any_hooks_of_all() -> bool:

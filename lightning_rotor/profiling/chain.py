@@ -40,7 +40,7 @@ from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
-from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled
+from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.options import (
@@ -175,7 +175,8 @@ def profile_chain(
     """
     require_tensors(sample)
     device = tensors_in(sample)[0].device
-    with undisturbed(device):
+    parameters = {parameter for stage in stages for parameter in stage.parameters()}
+    with undisturbed(device), without_hooks_of_several(parameters):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
         how = {"repeats": repeats, "in_lockstep": in_lockstep, "accumulating": accumulating}
         measuring = _Measuring(stages, sample, meter, compiled, **how)
