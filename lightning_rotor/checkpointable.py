@@ -16,7 +16,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget, resolve_limit
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.forward import PlannedForward, attached
+from lightning_rotor.planned.forward import PlannedForward, attach, detach
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.sharding import units_below
@@ -99,8 +99,7 @@ class Checkpointable(nn.Module):
             )
         self._limit = _ActivationLimit(parse_limit(mem_limit))
         self._settings = PlanSettings(slots, compiled_variants=compiled_variants, show_progress=show_progress)
-        units = units_below(module)
-        if units:
+        if units := units_below(module):
             raise ModelError(
                 f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is "
                 f"{units[0]!r}), which only all processes together can measure: expected RotorCallback, under which "
@@ -204,8 +203,7 @@ class Checkpointable(nn.Module):
         return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
 
     def _latest(self) -> Prepared:
-        cache = self._planned.plans.cache
-        if not len(cache):
+        if not len(cache := self._planned.plans.cache):
             raise ProfilingError("nothing has been measured yet: give a sample first, with measure(sample)")
         return cache.latest[1]
 
@@ -224,8 +222,11 @@ class Checkpointable(nn.Module):
         if self._root is not self.module and (len(args) != 1 or kwargs):
             return self._whole(args, kwargs)
         # Through the module's own call, so that its hooks fire as they would without this wrapper.
-        with attached(self._root, self._planned):
+        attach(self._root, self._planned)
+        try:
             return self._root(*args, **kwargs)
+        finally:
+            detach(self._root)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no stage can stand for of a module that was compiled as a whole."""

@@ -57,7 +57,8 @@ class Names:
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
         audible = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
-        working = [node for node in audible if not _is_view(node)] or audible or list(nodes)
+        working = [node for node in audible if node.op == "call_module" or name_of(node) not in _VIEWS]
+        working = working or audible or list(nodes)
         paths = [str(node.meta["module"]).split(".") for node in working]
         common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
         prefix = ".".join(parts[0] for parts in common)
@@ -75,10 +76,6 @@ class Names:
 
 
 _OURS = (require_as_recorded, tree_unflatten)  # no code of the user's
-
-
-def _is_view(node: fx.Node) -> bool:
-    return node.op != "call_module" and name_of(node) in _VIEWS
 
 
 def _paths_around(node: fx.Node) -> list[str]:
@@ -139,22 +136,16 @@ class _Lives:
                 alive[node] = None
         self._alive.append(list(alive))
 
-    def single_cuts(self) -> list[int]:
-        """Places where a single value is alive, a new one each time, as numbers of operations before them."""
-        before: fx.Node | None = None
-        cuts: list[int] = []
-        for place in range(1, len(self._body)):
-            values = self._values(place)
-            if len(values) == 1 and values[0] is not before and self._is_possible(place):
-                before = values[0]
-                cuts.append(place)
-        return cuts
-
     def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
         """Numbers of operations before each cut: one between any two that save something, where the least is alive."""
         saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
         held = [self._held_bytes(place, memory) for place in range(len(self._body))]
-        cuts = set(self.single_cuts())
+        first_alone: dict[fx.Node, int] = {}  # for each value that is alive by itself somewhere
+        for place in range(1, len(self._body)):
+            values = self._values(place)
+            if len(values) == 1 and self._is_possible(place):
+                first_alone.setdefault(values[0], place)
+        cuts = set(first_alone.values())
         saved: set[fx.Node] = set()
         for index, following in pairwise(saving):
             saved |= memory[self._body[index]].saved

@@ -73,7 +73,7 @@ class CompiledModules:
         then: its pieces would count among the user's compiled code, of which torch allows a few. Raises
         ``CannotRepeatError`` if a compiled module cannot be compiled in the same way again.
         """
-        modules = _compiled_in(stage) if self.choice != "off" else []
+        modules = [each for each in stage.calls() if private.is_compiled(each)] if self.choice != "off" else []
         return {
             f"budget {budget:g}": _calling(
                 stage, {module: self._under(budget, module, one_graph=one_graph) for module in modules}
@@ -126,9 +126,7 @@ def _compile_under(
     torch recomputes an operation that draws with other numbers, so gradients are wrong in silence
     (https://github.com/pytorch/pytorch/issues/190758). A dropout switched on later makes a new graph, which comes here.
     """
-    if _may_draw(graph):
-        return backend(graph, inputs, **options)
-    with private.activation_budget(budget):
+    with nullcontext() if _may_draw(graph) else private.activation_budget(budget):
         return backend(graph, inputs, **options)
 
 
@@ -180,14 +178,6 @@ def _settings_of(module: nn.Module) -> private.CompilerSettings:
 
 
 # -------------------------------------------------------------------- stages that call something else
-
-
-def _compiled_in(stage: Stage) -> list[nn.Module]:
-    """The compiled modules that a stage calls by itself."""
-    called: list[nn.Module] = []
-    for module in stage.modules:
-        called += module.called_modules if isinstance(module, GraphSlice) else [module]
-    return [module for module in dict.fromkeys(called) if private.is_compiled(module)]
 
 
 def _calling(stage: Stage, replacements: dict[nn.Module, Callable[..., Any]]) -> Callable[[Any], Any]:

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from traceback import extract_tb
 from typing import Any, ClassVar
 
@@ -16,9 +17,9 @@ from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
 from lightning_rotor.capture.graph_stage import OF
-from lightning_rotor.capture.guards import Call, CallGuards, Notes, Watch
+from lightning_rotor.capture.guards import Call, CallGuards, Watch
 from lightning_rotor.capture.operations import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
-from lightning_rotor.capture.recorder import Closures, Recorder, Recording
+from lightning_rotor.capture.recorder import Recorder, Recording, closures
 from lightning_rotor.capture.size_guards import first_difference, line_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
@@ -147,11 +148,6 @@ class _Attempt:
     reason: str = ""
     may_settle: bool = False
 
-    @property
-    def notes(self) -> Notes:
-        """What the code has read outside of modules."""
-        return self.recorder.surroundings.notes
-
 
 class _Attempts:
     """Recordings of one call, until one holds: what cannot be recorded becomes opaque, from the inside out."""
@@ -162,7 +158,7 @@ class _Attempts:
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque = {module.get_submodule(path): why for cut in known for path, why in cut.opaque.items()}
         self._failures = Counter(map(type, self._opaque))
-        self._closures = Closures()
+        self._closures = cache(closures)
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""
@@ -175,10 +171,10 @@ class _Attempts:
                 return attempt.recording, {self._paths[submodule]: why for submodule, why in self._opaque.items()}
             if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
-                unsettled = attempt.notes
+                unsettled = attempt.recorder.surroundings.notes
                 continue
             if attempt.may_settle and unsettled is not None:
-                attempt.notes.restore()
+                attempt.recorder.surroundings.notes.restore()
                 unsettled.restore()
                 before.restore()
             if self._gives_up(attempt):
@@ -406,15 +402,13 @@ def _has_layers(stage: Stage) -> bool:
 def check_module(module: nn.Module) -> None:
     """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
-    wrapped = wrapped_by_fsdp1(module)
-    if wrapped:
+    if wrapped := wrapped_by_fsdp1(module):
         raise ModelError(
             f"{name} holds modules that FullyShardedDataParallel wraps (the first is {wrapped[0]!r}), which gathers "
             "parameters in a way that cannot be measured or planned: expected units of fully_shard (FSDP2, "
             f"ModelParallelStrategy), or a module inside of one wrapper, such as {wrapped[0]!r}"
         )
-    shared = [unit for unit in units_below(module) if Unit(module.get_submodule(unit)).shares_hooks]
-    if shared:
+    if shared := [unit for unit in units_below(module) if Unit(module.get_submodule(unit)).shares_hooks]:
         raise ModelError(
             f"{name} holds {shared[0]!r}, which fully_shard was given in a list, so that it gathers its parameters "
             "together with other modules, and cannot be recomputed alone: expected fully_shard for each of these "

@@ -254,9 +254,7 @@ class GraphSlice(nn.Module):
         """Parameters of the modules that it calls, and those that it reads by itself."""
         for module in self.called_modules:
             yield from module.parameters()
-        for tensor in self._direct_tensors():
-            if isinstance(tensor, nn.Parameter):
-                yield tensor
+        yield from (tensor for tensor in self._direct_tensors() if isinstance(tensor, nn.Parameter))
 
     def _direct_tensors(self) -> Iterator[torch.Tensor]:
         return (getattr(owner, name) for owner, name in self.reads)
@@ -293,12 +291,9 @@ class GraphSlice(nn.Module):
 
 def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """The operations, each after the parameters and attributes that it is the first to read."""
-    found: dict[fx.Node, None] = {}
-    for node in nodes:
-        found.update((used, None) for used in node.all_input_nodes if used.op == "get_attr")
-        found[node] = None
-    found.update((node, None) for node in kept if node.op == "get_attr")
-    return found
+    inside = set(nodes)
+    ordered = (each for node in nodes for each in (*node.all_input_nodes, node))
+    return dict.fromkeys(each for each in (*ordered, *kept) if each in inside or each.op == "get_attr")
 
 
 def _nodes_in(*values: Any) -> list[fx.Node]:

@@ -351,20 +351,16 @@ class Watch:
             (module, name)
             for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True)
             for name, then in attributes.items()
-            for now in [module.__dict__.get(name)]
-            if type(now) in (int, float)
+            if type(now := module.__dict__.get(name)) in (int, float)
             and isinstance(then, tuple)
             and then[0] is type(now)
-            and Copies().of(now) != then
+            and _plain(now) != then
         ]
 
     def changed(self, besides: Collection[nn.Module] = (), copies: Copies | None = None) -> nn.Module | None:
         """The first module that looks different now, not counting some; ``copies`` takes what it looks like."""
-        copies = copies or Copies()
-        for module, seen in zip(self.modules, self._seen, strict=True):
-            if module not in besides and self._look(module, copies) != seen:
-                return module
-        return None
+        copies, pairs = copies or Copies(), zip(self.modules, self._seen, strict=True)
+        return next((each for each, seen in pairs if each not in besides and self._look(each, copies) != seen), None)
 
     def _look(self, module: nn.Module, copies: Copies) -> Any:
         return (
@@ -508,12 +504,12 @@ class Place(NamedTuple):
 
 
 class _Noted:
-    """The value at a place as it is now."""
+    """The value at a place as it is now, and the path of the module whose code is about to read it."""
 
-    __slots__ = ("_before", "_seen", "place", "value")
+    __slots__ = ("_before", "_seen", "path", "place", "value")
 
-    def __init__(self, place: Place) -> None:
-        self.place, self.value = place, place.read()
+    def __init__(self, place: Place, path: str) -> None:
+        self.place, self.path, self.value = place, path, place.read()
         self._seen = Copies(objects=False).of(self.value)
         followed = () if isinstance(self._seen, Same) else (self.value,)
         self._before = Snapshot(followed, hooks=False, objects=False)
@@ -537,7 +533,7 @@ class Notes:
     """Values at places as they were. Refers to nothing of the recording for which they were taken."""
 
     def __init__(self) -> None:
-        self._noted: dict[tuple[int, str], tuple[_Noted, str]] = {}
+        self._noted: dict[tuple[int, str], _Noted] = {}
         self._copies: Copies | None = None
 
     def take(self, place: Place, module_path: str) -> None:
@@ -545,37 +541,33 @@ class Notes:
         key = id(place.owner), place.name
         if key not in self._noted:
             self._copies = None
-            self._noted[key] = _Noted(place), module_path
+            self._noted[key] = _Noted(place, module_path)
 
     def changed(self) -> tuple[str, str] | None:
         """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
-        for noted, path in self._noted.values():
-            if noted.is_changed():
-                return path, noted.place.name
-        return None
+        return next(((each.path, each.place.name) for each in self._noted.values() if each.is_changed()), None)
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
         self._copies = None
-        self._noted = {
-            key: (noted if noted.holds() else _Noted(noted.place), path) for key, (noted, path) in self._noted.items()
-        }
+        for key, noted in self._noted.items():
+            if not noted.holds():
+                self._noted[key] = _Noted(noted.place, noted.path)
 
     def holds(self) -> bool:
         """True if everything is as it was. This runs at every training call."""
         if self._copies is None or not self._copies.hold():
             copies = Copies(objects=False)
-            if not all(noted.holds(copies) for noted, _ in self._noted.values()):
+            if not all(noted.holds(copies) for noted in self._noted.values()):
                 return False
-            places = [noted.place for noted, _ in self._noted.values()]
-            reads = [place.reader() for place in places]
+            reads = [noted.place.reader() for noted in self._noted.values()]
             copies.settle(lambda: [read() for read in reads])
             self._copies = copies
         return True
 
     def restore(self) -> None:
         """Put back what the code has changed: variables, what is in lists and dicts, random generators."""
-        for noted, _ in self._noted.values():
+        for noted in self._noted.values():
             if not noted.holds():
                 noted.restore()
 

@@ -348,7 +348,9 @@ class DispatchCheck(TorchDispatchMode):
         self.accumulates = self.accumulates or packet_of(func).__name__.rstrip("_") in _ACCUMULATING
         self.reads_values = self.reads_values or _reads_values(func, args)
         if not self.in_unit:
-            self._protect(func, args, kwargs)
+            allowed = self._made | self._undoable if self.in_module else self._made
+            if not all(_memories(tensors_in(value)) <= allowed for value in written_arguments(func, args, kwargs)):
+                raise UntraceableError(CHANGES)
         result = func(*args, **kwargs)
         if from_host:
             self.trust([result])
@@ -356,11 +358,6 @@ class DispatchCheck(TorchDispatchMode):
             read = _memories(tensors_in((args, kwargs)))  # aten::_unsafe_view says it makes some
             self._made.update(_memories(tensors_in(result)) - read)
         return result
-
-    def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        allowed = self._made | self._undoable if self.in_module else self._made
-        if not all(_memories(tensors_in(value)) <= allowed for value in written_arguments(func, args, kwargs)):
-            raise UntraceableError(CHANGES)
 
 
 def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -21,11 +21,11 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -74,21 +74,17 @@ from lightning_rotor.stages.snapshot import globals_of, is_users, is_users_class
 # What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
 
 
-class Closures:
-    """Variables of enclosing functions in users' functions, found by looking at all functions when first asked."""
+Closures: TypeAlias = Callable[[], Mapping[CodeType, Sequence[tuple[Place, ...]]]]
 
-    def __init__(self) -> None:
-        self._found: dict[CodeType, list[tuple[Place, ...]]] | None = None
 
-    def of(self, code: CodeType) -> Sequence[tuple[Place, ...]]:
-        """For each function that has this code, its variables."""
-        if self._found is None:
-            self._found = defaultdict(list)
-            for function in gc.get_objects():
-                if type(function) is FunctionType and function.__closure__ and is_users(function.__code__.co_filename):
-                    cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
-                    self._found[function.__code__].append(tuple(Place(kinds.CELL, cell, name) for cell, name in cells))
-        return self._found.get(code, ())
+def closures() -> Mapping[CodeType, Sequence[tuple[Place, ...]]]:
+    """Variables of enclosing functions in users' functions, by their code. It looks at all functions, which is slow."""
+    found: defaultdict[CodeType, list[tuple[Place, ...]]] = defaultdict(list)
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__closure__ and is_users(function.__code__.co_filename):
+            cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
+            found[function.__code__].append(tuple(Place(kinds.CELL, cell, name) for cell, name in cells))
+    return found
 
 
 _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewritten when profiling starts or stops
@@ -172,7 +168,7 @@ class Surroundings:
             self._known.add((code, kind))
             places += _named(frame, kind)
         # A frame has the values of enclosing functions' variables and not their cells.
-        for enclosing in self._closures.of(code) if code.co_freevars else ():
+        for enclosing in self._closures().get(code, ()) if code.co_freevars else ():
             if all(place.read() is frame.f_locals.get(place.name, kinds.ABSENT) for place in enclosing):
                 places += enclosing
         with private.without_modes():  # looking at a tensor or a generator is none of the operations that are recorded
@@ -206,9 +202,8 @@ def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
             return
     elif issubclass(type(holder), (torch.Tensor, torch.nn.Module)):
         return
-    namespace = namespace_of(holder)
-    if namespace is not None:
-        yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
+    namespace = namespace_of(holder) or {}
+    yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -220,7 +215,6 @@ _CONTAINERS = (
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
 )
 """Modules of torch that are several layers."""
-_RANDOM = "random numbers, as when a block is skipped at random"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,11 +242,6 @@ class Recording:
             is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF)
             for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True)
         )
-
-
-_DRAWS = (
-    "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds a generator"
-)
 
 
 class Recorder(TorchFunctionMode):
@@ -330,9 +319,8 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Context of code that is one operation, without the mode: torch's fast paths ask whether there is one."""
-        with self.check.aside(), self.surroundings.paused(), repeating(), ExitStack() as stack:
-            if private.function_modes()[-1:] == [self]:
-                stack.enter_context(private.without_function_mode())
+        without_mode = private.without_function_mode() if private.function_modes()[-1:] == [self] else nullcontext()
+        with self.check.aside(), self.surroundings.paused(), repeating(), without_mode:
             yield
 
     # ---------------------------------------------------------------- modules
@@ -346,11 +334,16 @@ class Recorder(TorchFunctionMode):
         path = self.calls.path_of(module)
         self._follow_ambient()
         with self.calls.inside(module):
-            if self._is_leaf(module, args, kwargs):
-                self.calls.leaves.add(module)
-                return self._run_leaf(path, module, call, args, kwargs)
-            output = call(module, *args, **kwargs)
-            self._require_same_generators()
+            if not self._is_leaf(module, args, kwargs):
+                output = call(module, *args, **kwargs)
+                self._require_same_generators()
+                return output
+            self.calls.leaves.add(module)
+            known = all(map(is_torchs_module, module.modules())) and not hides_code(module)
+            run, what = partial(call, module), f"the output of {path!r}"
+            output = self._operate("call_module", path, args, kwargs, run, own_code=what, known=known)
+            if torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()  # it would hold a copy of every weight by the end
             return output
 
     def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -358,16 +351,6 @@ class Recorder(TorchFunctionMode):
             if self._is_opaque(module, (args, kwargs)):
                 return True
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
-
-    def _run_leaf(
-        self, path: str, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        known = all(map(is_torchs_module, module.modules())) and not hides_code(module)
-        run, what = partial(call, module), f"the output of {path!r}"
-        output = self._operate("call_module", path, args, kwargs, run, own_code=what, known=known)
-        if torch.is_autocast_cache_enabled():
-            torch.clear_autocast_cache()  # it would hold a copy of every weight by the end
-        return output
 
     # ---------------------------------------------------------------- operations
 
@@ -382,8 +365,9 @@ class Recorder(TorchFunctionMode):
                 return function(*args, **kwargs)
             if name in METADATA or name in SIZES or (name == "type" and len(args) == 1):
                 return self._look(name, function, args, kwargs)
-            if name == "_set_grad_enabled":
-                self._note_gradients(*args)
+            if name == "_set_grad_enabled":  # what switches gradients without being seen is an autograd function
+                self._follow_ambient()
+                (self._gradients,) = args
             require_recordable(function, args, kwargs)
             if function not in FUNCTIONS:
                 kind, target, positional = spell(function, args)
@@ -441,7 +425,7 @@ class Recorder(TorchFunctionMode):
             node = self._writer.node(kind, target, *encoded)
             if own_code or self.check.random:
                 self._states = GeneratorStates()
-                self._writer.impure.setdefault(node, own_code or _RANDOM)
+                self._writer.impure.setdefault(node, own_code or "random numbers, as when a block is skipped at random")
             if kind != "call_module" and (own_code or self.check.random or self.check.accumulates):
                 node.meta[UNSURE] = True
             for tensor, version in zip(read, versions, strict=True):
@@ -467,7 +451,11 @@ class Recorder(TorchFunctionMode):
         leaves = tree_leaves(result)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]
-        _require_readable(node, others, with_tensors=bool(tensors))
+        if not all(isinstance(value, (bool, int, float, complex, str)) for value in others):
+            kind = type(others[0]).__name__
+            raise UntraceableError(f"{name_of(node)} returns {kind}, which may hold values of tensors")
+        if others and tensors:
+            raise UntraceableError(f"{name_of(node)} returns tensors and values together")
         if tensors:
             output = self._writer.unpack(result, node, read)
             if self.check.reads_values:
@@ -495,25 +483,14 @@ class Recorder(TorchFunctionMode):
         autocast = tuple((device, *setting) for device, setting, before in changed if setting != before)
         self._writer.region = None if now == then else Region(now[0], autocast)
 
-    def _note_gradients(self, enabled: bool) -> None:
-        """Note that code switches gradients. What switched them without being seen is an autograd function."""
-        self._follow_ambient()
-        self._gradients = enabled
-
     def _require_same_generators(self) -> None:
         with self._aside():
             same = self._states.equals(GeneratorStates())
         if not same:
-            raise UntraceableError(_DRAWS)
-
-
-def _require_readable(node: fx.Node, values: Sequence[Any], *, with_tensors: bool) -> None:
-    """Raise ``UntraceableError`` unless values that an operation returns can be seen, apart from tensors."""
-    if not all(isinstance(value, (bool, int, float, complex, str)) for value in values):
-        kind = type(values[0]).__name__
-        raise UntraceableError(f"{name_of(node)} returns {kind}, which may hold values of tensors")
-    if values and with_tensors:
-        raise UntraceableError(f"{name_of(node)} returns tensors and values together")
+            raise UntraceableError(
+                "it draws random numbers outside of torch's operations, as when a block is skipped at random, or seeds "
+                "a generator"
+            )
 
 
 @contextmanager

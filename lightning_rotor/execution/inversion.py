@@ -23,7 +23,7 @@ import random
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,12 +37,13 @@ from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.passes import (
     FirstPass,
     Recomputation,
+    TensorsRead,
     buffers_of,
     forget_casts,
     passing_first,
     repeating,
     run_stage,
-    tensors_read,
+    slots_read,
 )
 from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
@@ -58,16 +59,6 @@ from lightning_rotor.stages.sequential import (
 )
 
 # ----------------------------- A backward inside of a backward: it touches no ``grad`` and fires no hook of the user's.
-
-
-def stand_ins(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Leaves to compute with in the place of parameters, whose hooks (DistributedDataParallel's) would fire twice."""
-    return [
-        nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        if isinstance(parameter, nn.Parameter)
-        else parameter.detach().requires_grad_(parameter.requires_grad)
-        for parameter in parameters
-    ]
 
 
 def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
@@ -222,29 +213,36 @@ class Moment:
             for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True)
             if module._buffers.get(name) is buffer and same_bits(buffer, value)
         }
-        first_pass.read = tensors_read(first_pass.state, unchanged.values())
+        first_pass.read = TensorsRead((*slots_read(first_pass.state), *unchanged.values()), first_pass.state.spell)
         first_pass.values = [each for each in first_pass.values if (id(each[0]), each[1]) not in unchanged]
 
     @contextmanager
-    def again(self, exchanged: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> Iterator[None]:
-        """Context that sees what the first call saw, with parameters ``exchanged`` for others."""
+    def again(self, parameters: Tensors = ()) -> Iterator[list[torch.Tensor]]:
+        """Context that sees what the first call saw; yields leaves that stand in the place of parameters meanwhile.
+
+        The hooks of parameters (DistributedDataParallel's) would fire twice.
+        """
+        leaves = [
+            nn.Parameter(each.detach(), requires_grad=each.requires_grad)
+            if isinstance(each, nn.Parameter)
+            else each.detach().requires_grad_(each.requires_grad)
+            for each in parameters
+        ]
         like = copy(self.first_pass)
         like.state = replace(like.state, statistics=self._state().statistics)
-        like.read = like.read.standing_in({id(parameter): other for parameter, other in exchanged})
-        with ExitStack() as stack:
-            stack.enter_context(repeating())
-            stack.enter_context(like.replayed())
-            # Weights cast without gradients must not serve a forward with them.
-            stack.callback(forget_casts)
-            yield
+        like.read = like.read.standing_in(dict(zip(map(id, parameters), leaves, strict=True)))
+        with repeating(), like.replayed():
+            try:
+                yield leaves
+            finally:
+                forget_casts()  # weights cast without gradients must not serve a forward with them
 
 
 def plain_gradients(
     stage: Stage, moment: Moment, inputs: Tensors, taken: TreeSpec, parameters: Tensors, gradients: Tensors
 ) -> list[torch.Tensor | None]:
     """Autograd's gradients for leaves of the input and for parameters, by another forward."""
-    substitutes = stand_ins(parameters)
-    with torch.enable_grad(), moment.again(zip(parameters, substitutes, strict=True)):
+    with torch.enable_grad(), moment.again(parameters) as substitutes:
         again = run_stage(stage, tree_unflatten(inputs, taken))
         roots = roots_of(require_tensors(again, name=stage.name, what="output"), gradients)
         del again
@@ -255,8 +253,7 @@ def fused_gradients(
     module: Any, moment: Moment, outputs: list[torch.Tensor], made: TreeSpec, parameters: Tensors, gradients: Tensors
 ) -> tuple[Any, Any, list[torch.Tensor | None]]:
     """The input, and gradients for it and for parameters, by a fused backward. Empties the list of outputs."""
-    substitutes = stand_ins(parameters)
-    with moment.again(zip(parameters, substitutes, strict=True)):
+    with moment.again(parameters) as substitutes:
         rebuilt, for_input = module.reversible_backward(
             tree_unflatten(_drained(outputs), made), tree_unflatten(gradients, made)
         )

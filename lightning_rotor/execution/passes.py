@@ -54,11 +54,7 @@ _flags = _Flags()
 
 
 def is_recomputing() -> bool:
-    """True if the current forward repeats one that has already run, so that nothing should come of it.
-
-    That is while a segment is recomputed in the backward, and while costs are measured. What modules and their hooks
-    can reach in Python is put back by itself.
-    """
+    """True if the current forward repeats one that has already run, so that nothing should come of it."""
     return _flags.recomputing > 0
 
 
@@ -418,7 +414,7 @@ class FirstPass:
             own, torchs = bool(self.state.attributed), self._device is not None
             self.generators = GeneratorStates(self._device, host=own, torchs=torchs)
         self._layers = LayerSettings(self.state.layers)
-        self.read = tensors_read(self.state)
+        self.read = TensorsRead(slots_read(self.state), self.state.spell)
         try:
             yield
         finally:
@@ -484,12 +480,8 @@ def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, t
                 yield module, name, buffer
 
 
-def tensors_read(state: SegmentState, more: Iterable[Slot] = ()) -> TensorsRead:
-    """Parameters and buffers that a repetition reads as they are now, and others."""
-    return TensorsRead((*_slots(state), *more), state.spell)
-
-
-def _slots(state: SegmentState) -> Iterator[Slot]:
+def slots_read(state: SegmentState) -> Iterator[Slot]:
+    """Parameters and buffers that a repetition reads as they are now."""
     for module in state.parametrized:
         for name, parameter in module._parameters.items():
             yield module._parameters, name, parameter

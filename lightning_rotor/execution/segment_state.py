@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,13 +34,12 @@ class Observers:
 
     def watch(self) -> None:
         """Begin to watch."""
-        for table in (
-            table for module in (None, *self._modules) for table in private.hook_tables(module, private.HOOKS[:2])
-        ):
-            for key, hook in [*table.items()]:
-                # A watch of a surrounding pass hears of it, too.
-                table[key] = watched = _Watched(hook)
-                self._watched.append((table, key, watched))
+        for module in (None, *self._modules):
+            for table in private.hook_tables(module, private.HOOKS[:2]):
+                for key, hook in [*table.items()]:
+                    # A watch of a surrounding pass hears of it, too.
+                    table[key] = watched = _Watched(hook)
+                    self._watched.append((table, key, watched))
 
     def settle(self, before: Snapshot) -> None:
         """End the pass; ``before`` is what its code can reach, as it was."""
@@ -48,17 +47,16 @@ class Observers:
             if table.get(key) is watched:  # else it is gone, or is another now
                 table[key] = watched.hook
         quiet = [each for each in self._watched if not each[2].acted]
-        self._quiet = [(table, key) for table, key, _ in quiet]
         acting = [watched.innermost for _, _, watched in self._watched if watched.acted]
         own_code = [module for module in self._modules if has_own_code(module)]
         if quiet and (acting or own_code):
-            again = Snapshot((*own_code, *acting), hooks=False)
-            shared = again.owners & before.changed()
-            self._quiet = [
-                (table, key)
+            shared = Snapshot((*own_code, *acting), hooks=False).owners & before.changed()
+            quiet = [
+                (table, key, watched)
                 for table, key, watched in quiet
                 if not (watched.marked or (shared and shared & Snapshot((watched.innermost,), hooks=False).owners))
             ]
+        self._quiet = [(table, key) for table, key, _ in quiet]
         self._watched = []
 
     def leave_out(self) -> None:
@@ -173,13 +171,8 @@ class SegmentState:
         names = [field.name for field in fields(self) if field.name != "root"]
         both = {name: tuple(dict.fromkeys((*getattr(self, name), *getattr(other, name)))) for name in names}
         # Buffers that only one stage reads may be updated by another.
-        remembered = set(both["remembered"])
-        both["buffered"] = tuple(module for module in both["buffered"] if module not in remembered)
-        both["direct_reads"] = tuple(
-            (module, name)
-            for module, name in both["direct_reads"]
-            if not (name in module._buffers and module in remembered)
-        )
+        apart = _not_among(both["remembered"], both["buffered"], both["direct_reads"])
+        both["buffered"], both["direct_reads"] = apart
         return SegmentState(**both, root=other.root if self.root is None else self.root)
 
     def spell(self, table: dict[str, Any], name: str) -> str:
@@ -202,10 +195,11 @@ def state_of(
     remembered: list[nn.Module] = []
     watched: list[nn.Module] = []
     seen_updating = set(updating)
+    modules, called = dict.fromkeys(module for _, module in stage.submodules()), list(stage.called_modules())
     # Torch's own code never reads running statistics in training. The user's may, as torch's own quantization does.
-    read = {below for _, module in stage.submodules() if _has_other_code(module) for below in module.modules()}
+    read = {below for module in modules if _has_other_code(module) for below in module.modules()}
     read.update(owner for owner, name in stage.direct_reads() if name in owner._buffers)
-    for _, module in stage.submodules():
+    for module in modules:
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         if not buffers:
             continue
@@ -221,26 +215,28 @@ def state_of(
             remembered.append(module)
         elif not is_plain_stock(module):
             watched.append(module)
-    modules = [module for _, module in stage.submodules()]
-    attributed = [module for module in modules if not is_plain_stock(module)]
     # FSDP gives its units other parameters around each forward, the same ones in a recomputation.
     exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
-    called = list(stage.called_modules())
-    parametrized = [module for module in called if module._parameters and module not in exchanged]
-    buffered = [module for module in called if module._buffers and module not in remembered]
-    direct_reads = [
-        (owner, name) for owner, name in stage.direct_reads() if not (owner in remembered and name in owner._buffers)
-    ]
+    buffered, direct_reads = _not_among(remembered, called, stage.direct_reads())
     return SegmentState(
-        tuple(statistics),
-        tuple(dict.fromkeys(remembered)),
-        tuple(dict.fromkeys(watched)),
-        tuple(dict.fromkeys(attributed)),
-        tuple(module for module in called if is_plain_stock(module)),
-        tuple(parametrized),
-        tuple(buffered),
-        tuple(dict.fromkeys(direct_reads)),
+        statistics=tuple(statistics),
+        remembered=tuple(remembered),
+        watched=tuple(watched),
+        attributed=tuple(module for module in modules if not is_plain_stock(module)),
+        layers=tuple(module for module in called if is_plain_stock(module)),
+        parametrized=tuple(module for module in called if module._parameters and module not in exchanged),
+        buffered=tuple(module for module in buffered if module._buffers),
+        direct_reads=direct_reads,
     )
+
+
+def _not_among(
+    remembered: Collection[nn.Module], modules: Iterable[nn.Module], slots: Iterable[tuple[nn.Module, str]]
+) -> tuple[tuple[nn.Module, ...], tuple[tuple[nn.Module, str], ...]]:
+    """Modules and slots that are read as they are, each once: not those of buffers that are remembered."""
+    known = set(remembered)
+    others = ((owner, name) for owner, name in slots if not (name in owner._buffers and owner in known))
+    return tuple(module for module in modules if module not in known), tuple(dict.fromkeys(others))
 
 
 def _has_other_code(module: nn.Module) -> bool:

@@ -123,7 +123,7 @@ class _Trial:
         agrees = None if fused_error is None else fused_error <= rtol
         return InverseReport(error, tolerance, self.moment.draws_random, fused_error, agrees, shares)
 
-    def _forward(self, context: AbstractContextManager[None]) -> tuple[Any, bool]:
+    def _forward(self, context: AbstractContextManager[object]) -> tuple[Any, bool]:
         """The output for a copy of the input, which a forward may spoil; and whether it shows memory of that copy."""
         copy = tree_map(torch.clone, self.x)
         inputs = tree_leaves(copy)

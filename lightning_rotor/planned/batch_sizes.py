@@ -88,8 +88,7 @@ class BatchSizeAdvice:
             )
         return table
 
-    def __str__(self) -> str:
-        return rendered(self.__rich__())
+    __str__ = rendered
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,6 @@ class Prepared:
     def under(self, signature: Signature, plan: Plan) -> Prepared:
         """The same costs with a plan, and an executor for it."""
         profile, cut = self.profile, signature.cut
-        watch = Stopwatch(meter_for(signature.device))
         executor = Executor(
             profile.stages,
             profile.chain,
@@ -65,7 +64,7 @@ class Prepared:
             profile.states,
             root=cut.module,
             inputs=cut.inputs,
-            watch=watch,
+            watch=Stopwatch(meter_for(signature.device)),
         )
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
         return replace(self, plan=plan, executor=executor, runs_plainly=runs_plainly)
@@ -131,9 +130,7 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
     Code that is written out keeps intermediate values in variables until it returns; the members of an
     ``nn.Sequential`` do not. Under autocast it keeps a cast copy of every weight.
     """
-    if not plan.schedule.is_plain:
-        return False
-    if any(enabled for enabled, _ in signature.autocast):
+    if not plan.schedule.is_plain or any(enabled for enabled, _ in signature.autocast):
         return False
     passing_bytes = 0
     if signature.cut.way != "sequential":
@@ -221,11 +218,6 @@ class PlanCache:
             for turn, prepared in turns.items():
                 if prepared.plan is not None and not keep(prepared.plan):
                     turns[turn] = prepared.without_plan()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.settled = None
-        self._prepared.clear()
 
 
 # ----------------------------------------------- Costs for sizes that were never measured, from those that were.
@@ -348,18 +340,15 @@ def _flat(shapes: Shapes) -> list[int]:
 def _scaled(chain: Chain, factor: float) -> Chain:
     if factor == 1.0:  # as for every size below all measured ones
         return chain
-    return combined(
-        [chain],
-        of_bytes=lambda values: math.ceil(values[0] * factor - _TOLERANCE),
-        of_seconds=lambda values: values[0] * factor,
-    )
+    return _rounded_up([chain], lambda values: values[0] * factor)
 
 
 def _between(smaller: Chain, larger: Chain, share: float) -> Chain:
-    def line(values: Sequence[float]) -> float:
-        return values[0] + share * max(0, values[1] - values[0])
+    return _rounded_up([smaller, larger], lambda values: values[0] + share * max(0, values[1] - values[0]))
 
-    return combined([smaller, larger], of_bytes=lambda values: math.ceil(line(values) - _TOLERANCE), of_seconds=line)
+
+def _rounded_up(chains: Sequence[Chain], of: Callable[[Sequence[float]], float]) -> Chain:
+    return combined(chains, of_bytes=lambda values: math.ceil(of(values) - _TOLERANCE), of_seconds=of)
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:

@@ -126,9 +126,10 @@ class KnownCuts:
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
         """
+        name = type(self._module).__name__
         if shares_weights(self._module):
             raise ModelError(
-                f"{type(self._module).__name__} is called inside of torch.nn.utils.parametrize.cached(), which "
+                f"{name} is called inside of torch.nn.utils.parametrize.cached(), which "
                 "computes a parametrized weight once for several calls: expected each call to compute its own, as its "
                 "recomputation does. Call it outside of that context"
             )
@@ -142,23 +143,18 @@ class KnownCuts:
         with unrecorded(self._module):
             cut = self._cut(args, kwargs)
         if cut not in self._cuts:
-            _log.info(
-                "%s becomes %d stages %s%s",
-                type(self._module).__name__,
-                len(cut.stages),
-                WAYS[cut.way],
-                "".join(f"; not {WAYS[way]}: {reason}" for way, reason in getattr(cut, "reasons", {}).items()),
-            )
+            not_taken = "".join(f"; not {WAYS[way]}: {reason}" for way, reason in cut.reasons.items())
+            _log.info("%s becomes %d stages %s%s", name, len(cut.stages), WAYS[cut.way], not_taken)
             self._take(cut)
         self._recorded += 1
         if self._recorded == _MANY_CUTS:
             self._warn_of_many(cut.anew)
         if anew := cut.anew:
-            _log.info("%s was recorded anew: %s", type(self._module).__name__, anew)
+            _log.info("%s was recorded anew: %s", name, anew)
         value = cut.bind(args, kwargs)
         if value is None:
             raise ModelError(
-                f"{type(self._module).__name__} changes whenever its forward runs, so no trace of it holds: expected "
+                f"{name} changes whenever its forward runs, so no trace of it holds: expected "
                 "attributes that stay the same from call to call"
             )
         return cut, value

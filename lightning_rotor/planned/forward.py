@@ -95,11 +95,9 @@ class BeforeForward:
     def __init__(self, profile: Profile, value: Any, buffers: CopiedBuffers) -> None:
         state = profile.state
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        self._generators = (
-            GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
-            if profile.draws_random
-            else None
-        )
+        self._generators: GeneratorStates | None = None
+        if profile.draws_random:
+            self._generators = GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
         # Torch's own layers have nothing that a forward could change, but for hooks on all modules.
         looks = state.attributed or any_hooks_of_all()
         self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES) if looks else None
@@ -158,10 +156,7 @@ class KeyValueCaches:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Context in which they are left out, unless a call asks for them."""
-        if not self._configs:
-            yield
-            return
-        if not self._has_told:
+        if self._configs and not self._has_told:
             self._has_told = True
             _log.info("it trains with use_cache=False, without past_key_values in its output, as nobody reads them")
         for config in self._configs:
@@ -427,13 +422,3 @@ def is_attached(module: nn.Module) -> bool:
     """True if a module runs through a planned forward."""
     planned: ForwardInPlace | None = module.__dict__.get(_KEY)
     return planned is not None and planned.active
-
-
-@contextmanager
-def attached(module: nn.Module, planned: ForwardInPlace) -> Iterator[None]:
-    """:func:`attach` for one call."""
-    attach(module, planned)
-    try:
-        yield
-    finally:
-        detach(module)

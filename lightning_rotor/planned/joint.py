@@ -90,7 +90,10 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
         held_bytes = 0 if is_last else before[number + 1] - before[number]
         peak_bytes = max(found[number].behind_bytes - before[number], held_bytes)
         loss_bytes = found[number].loss_bytes - before[number] - more_bytes if is_last else 0
-        stages.append(_users_code(name, chain.stages[-1].output_bytes, held_bytes, peak_bytes, loss_bytes))
+        # The code behind a call holds the output and leaves its gradient. The next call's input counts in no peak.
+        output_bytes = chain.stages[-1].output_bytes
+        peaks, saved = (peak_bytes, max(loss_bytes, output_bytes)), (held_bytes, output_bytes, 1)
+        stages.append(_run_once(f"behind {name}", 0, peaks, saved=saved, left=(output_bytes, 0)))
     stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + before[0])
     stages[-1] = replace(stages[-1], pinned_bytes=more_bytes)
     return Chain(
@@ -178,11 +181,12 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return [0, *accumulate(length + 1 for length in lengths)][:-1]
 
 
-def _kept_option(
-    forward_bytes: int, backward_bytes: int, *, saved: tuple[int, int, int], left: tuple[int, int]
-) -> Option:
+def _run_once(
+    name: str, output_bytes: int, peaks: tuple[int, int], *, saved: tuple[int, int, int], left: tuple[int, int]
+) -> StageCost:
     """What runs once, by its peaks; ``saved``: inside, of input and output; ``left``: gradients, first the input's."""
-    return Option(
+    forward_bytes, backward_bytes = peaks
+    option = Option(
         name="keep",
         saved_bytes=saved[0],
         saved_input_bytes=saved[1],
@@ -201,14 +205,7 @@ def _kept_option(
         replay_seconds=0.0,
         backward_seconds=0.0,
     )
-
-
-def _users_code(behind: str, output_bytes: int, held_bytes: int, peak_bytes: int, loss_bytes: int) -> StageCost:
-    """The code behind a call: it holds the output and leaves its gradient; backward it takes that or ``loss_bytes``."""
-    peaks = peak_bytes, max(loss_bytes, output_bytes)
-    option = _kept_option(*peaks, saved=(held_bytes, output_bytes, 1), left=(output_bytes, 0))
-    # Whoever calls has the next call's input, which no peak counts.
-    return StageCost(f"behind {behind}", 0, peak_bytes, 0.0, (option,), recomputable=False)
+    return StageCost(name, output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
 
 
 def _as_stage(name: str, plan: Plan) -> StageCost:
@@ -225,8 +222,7 @@ def _as_stage(name: str, plan: Plan) -> StageCost:
     saved_output_bytes = min(max(last.output_bytes - given_up_bytes, 0), last.output_bytes)
     saved = max(alone.held_bytes - last.output_bytes, 0), 0, saved_output_bytes
     left = 0, plan.chain.parameter_gradient_bytes
-    option = _kept_option(forward_bytes, backward_bytes, saved=saved, left=left)
-    return StageCost(name, last.output_bytes, forward_bytes, 0.0, (option,), recomputable=False)
+    return _run_once(name, last.output_bytes, (forward_bytes, backward_bytes), saved=saved, left=left)
 
 
 def _moved_stage(stage: StageCost, call: str, first_skip: int, *, gradients_exist: bool) -> StageCost:
@@ -369,11 +365,10 @@ class PathPlans:
         for key, part in zip(path, plan.calls, strict=True):
             prepared = key.prepared()
             if prepared is not None and prepared.plan is not None and prepared.plan.schedule == part.schedule:
-                parts.append(prepared.plan)
-                continue
-            parts.append(part)
-            if prepared is not None:
+                part = prepared.plan
+            elif prepared is not None:
                 key.plans.use_plan(key.signature, prepared, part)
+            parts.append(part)
         return replace(plan, calls=tuple(parts))
 
     def _in_order(self, order: Sequence[Path], *, tight: bool) -> dict[Path, StepPlan]:

@@ -34,7 +34,7 @@ from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import sizes_by_address
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.meters import END, MeteredPhase
+from lightning_rotor.profiling.meters import END, MeteredPhase, Recording
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 # ------------------------------------ The running step: its calls, and which of them wait for their backward together.
@@ -222,10 +222,9 @@ class StepWatch:
     def stop(self) -> bool:
         """End with a step. True if there are new peaks."""
         self._was_interrupted = False
-        if self._meter is None:
+        trace = self._end()
+        if trace is None:
             return False
-        trace, self._meter = self._meter.stop(), None
-        self._note_gradients()
         self._left -= 1
         phases = [
             phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
@@ -238,17 +237,18 @@ class StepWatch:
 
     def drop(self) -> None:
         """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
-        if self._meter is not None:
-            self._meter.stop()
-            self._meter = None
-            self._note_gradients()
+        if self._end() is not None:
             self._was_interrupted = True
 
-    def _note_gradients(self) -> None:
-        """Remember which gradients were made under a meter's eyes."""
+    def _end(self) -> Recording | None:
+        """What the meter has seen, under whose eyes gradients were made; None if none runs."""
+        if self._meter is None:
+            return None
+        trace, self._meter = self._meter.stop(), None
         for each in own_gradients(self._model):
             if each not in self._older:
                 self._seen[each] = each.nbytes
+        return trace
 
 
 # -------------------------------------------------------------------- The search for budgets.
@@ -294,7 +294,7 @@ class ClosedLoop:
         self._overshoots += 1
         has_more = self._overshoots <= _MOST_OVERSHOOTS
         if self._good is not None:
-            return (self._between(limit_bytes) if has_more else None) or self._good.budget_bytes
+            return (_between(self._good, self._bad, limit_bytes) if has_more else None) or self._good.budget_bytes
         # Another plan peaks elsewhere, where what is outside of it may take more again: the steps grow.
         steps_bytes = (trial.measured_bytes - limit_bytes) << (self._overshoots - 1)
         return trial.plan_bytes - steps_bytes if has_more else None
@@ -304,24 +304,22 @@ class ClosedLoop:
             self._good = trial
         if trial.measured_bytes >= _CLOSE * limit_bytes or self._growths >= _MOST_GROWTHS:
             return None
-        grown: int | None = trial.plan_bytes + limit_bytes - trial.measured_bytes
-        if self._bad is not None and grown is not None and grown >= self._bad.plan_bytes:
-            grown = self._between(limit_bytes)
-        if grown is None or grown <= trial.budget_bytes + _NARROW * limit_bytes:
+        grown = trial.plan_bytes + limit_bytes - trial.measured_bytes
+        if self._bad is not None and grown >= self._bad.plan_bytes:
+            grown = _between(self._good, self._bad, limit_bytes) or 0
+        if grown <= trial.budget_bytes + _NARROW * limit_bytes:
             return None
         self._growths += 1
         return grown
 
-    def _between(self, limit_bytes: int) -> int | None:
-        """Where the limit should be reached, between a good budget and the plan that took too much."""
-        good, bad = self._good, self._bad
-        assert good is not None
-        assert bad is not None
-        gap = bad.plan_bytes - good.budget_bytes
-        if gap <= _NARROW * limit_bytes:
-            return None
-        share = (limit_bytes - good.measured_bytes) / (bad.measured_bytes - good.measured_bytes)
-        return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
+
+def _between(good: Trial, bad: Trial, limit_bytes: int) -> int | None:
+    """Where the limit should be reached, between a good budget and the plan that took too much."""
+    gap = bad.plan_bytes - good.budget_bytes
+    if gap <= _NARROW * limit_bytes:
+        return None
+    share = (limit_bytes - good.measured_bytes) / (bad.measured_bytes - good.measured_bytes)
+    return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
 def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:

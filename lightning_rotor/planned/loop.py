@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -85,29 +86,29 @@ class JointPlans(Agreement):
         told: Any = outcome
         if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
             told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
-        outcomes = self._told_by_all(told)
-        failures = [told for told in outcomes if isinstance(told, BudgetError)]
-        if failures:
+        outcomes = _told_by_all(told, self._group)
+        if failures := [told for told in outcomes if isinstance(told, BudgetError)]:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
         if len({schedule for _, schedule in outcomes}) == 1:
             return outcome
-        _, schedule = max(outcomes)
+        settled = _under(outcome, max(outcomes)[1])
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        excess = self._told_by_all(_excess_bytes(outcome, schedule))
-        if None in excess or (max(excess) > 0 and not self._beyond):
+        excess_bytes = math.inf if settled is None else settled.peak_bytes - settled.budget_bytes
+        most_bytes = max(_told_by_all(excess_bytes, self._group))
+        if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
                 f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
                 "them, since the planned module communicates"
             )
-        settled = _under(outcome, schedule)
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
-    def _told_by_all(self, told: Any) -> list[Any]:
-        heard: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(heard, told, group=self._group)
-        return heard
+
+def _told_by_all(told: Told, group: Any = None) -> list[Told]:
+    heard = [told] * dist.get_world_size(group)
+    dist.all_gather_object(heard, told, group=group)
+    return heard
 
 
 def meet(model: nn.Module, *, beyond: bool) -> Agreement:
@@ -115,16 +116,11 @@ def meet(model: nn.Module, *, beyond: bool) -> Agreement:
     return JointPlans(dist.new_group(backend="gloo"), beyond=beyond) if communicates(model) else Agreement()
 
 
-def _under(plan: Plan, schedule: str) -> Plan:
-    """The same plan with another schedule; a ``ScheduleError`` if that does not belong to its chain."""
-    parsed = Schedule.parse(schedule)
-    return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
-
-
-def _excess_bytes(plan: Plan, schedule: str) -> int | None:
-    """Bytes by which another process' schedule exceeds this plan's budget, or None if it is not for such a chain."""
+def _under(plan: Plan, schedule: str) -> Plan | None:
+    """The same plan with another process' schedule, or None if that is not for such a chain."""
     try:
-        return max(_under(plan, schedule).peak_bytes - plan.budget_bytes, 0)
+        parsed = Schedule.parse(schedule)
+        return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
     except ScheduleError:
         return None
 
@@ -137,14 +133,12 @@ _NAMES = {
 
 def communicates(module: nn.Module) -> bool:
     """True if a module's forward waits for other processes, as its layers, parameters and code tell."""
-    return any(map(_is_collective, module.modules())) or any(
-        hasattr(parameter, "device_mesh") for parameter in module.parameters()
+    codes = (getattr(type(each).forward, "__code__", None) for each in module.modules())
+    return (
+        any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
+        or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+        or any(code is not None and not _NAMES.isdisjoint(code.co_names) for code in codes)
     )
-
-
-def _is_collective(module: nn.Module) -> bool:
-    code = getattr(type(module).forward, "__code__", None)
-    return isinstance(module, nn.SyncBatchNorm) or (code is not None and not _NAMES.isdisjoint(code.co_names))
 
 
 # ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
@@ -285,10 +279,7 @@ class TrainingLoop(Protocol):
 
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""
-        found = [told] * self.processes
-        if self.processes > 1:
-            dist.all_gather_object(found, told)
-        return found
+        return [told] if self.processes == 1 else _told_by_all(told)
 
     def warn(self, message: str) -> None:
         """Tell the user, once for all processes."""

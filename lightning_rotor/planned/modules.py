@@ -13,6 +13,7 @@ from torch import nn
 from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.capture.cuts import check_module
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError
+from lightning_rotor.planned.cache import model_fingerprint
 from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
 from lightning_rotor.planned.loop import StepCompute, TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -184,6 +185,15 @@ class PlannedModule:
 
     target: Target
     plans: Plans
+
+    def to_plain(self) -> dict[str, Any]:
+        """What is known of it, for checkpoints."""
+        return {
+            "module": self.target.name,
+            "model": model_fingerprint(self.target.module),
+            "ceiling_bytes": self.plans.ceiling.size_bytes,
+            "records": self.plans.records(),
+        }
 
 
 class PlannedModules:

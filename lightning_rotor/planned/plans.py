@@ -313,10 +313,8 @@ class Plans:
 
     def plan_again(self, signature: Signature, prepared: Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""
-        outcome = self._outcome(prepared.profile)
-        if not (prepared.estimated and isinstance(outcome, Plan)):
-            outcome = self._source.ranks.settle(outcome)
-        return self.use_plan(signature, prepared.without_plan(), outcome)
+        settled = self._source.ranks.settle(self._outcome(prepared.profile))
+        return self.use_plan(signature, prepared.without_plan(), settled)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
@@ -391,8 +389,8 @@ class Plans:
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
-        self.cache.clear()
-        self._measurements.drop(lambda signature: False)
+        for known in (self.cache, self._measurements):
+            known.drop(lambda signature: False)
         self._cuts.forget()
 
 
@@ -438,15 +436,13 @@ def _least_overhead(alike: Iterable[tuple[int, Plan, bool]], size: int, chain: C
 
     Sizes with the same costs need the same.
     """
-    return max(
-        (
-            plan.overhead
-            for known, plan, best in alike
-            if best
-            and (known <= size or (plan.budget_bytes >= budget.available_bytes and _costs_the_same(plan.chain, chain)))
-        ),
-        default=0.0,
+    overheads = (
+        plan.overhead
+        for known, plan, best in alike
+        if best
+        and (known <= size or (plan.budget_bytes >= budget.available_bytes and _costs_the_same(plan.chain, chain)))
     )
+    return max(overheads, default=0.0)
 
 
 def _by_seconds(prepared: Prepared, solve: Callable[[Profile], Plan]) -> tuple[Prepared, Plan]:

@@ -27,7 +27,7 @@ from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
 from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
-from lightning_rotor.planned.modules import PlannedModule, PlannedModules, Target, may_be_planned
+from lightning_rotor.planned.modules import PlannedModules, Target, may_be_planned
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
@@ -264,15 +264,17 @@ class StepPlanner(BudgetSource):
 
     def save(self) -> None:
         """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
-        modules = list(map(_saved, self.modules))
+        modules = [module.to_plain() for module in self.modules]
         if self.plan is not None and modules:
             self.saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
 
     def load(self, saved: Mapping[str, Any] | None) -> bool:
         """Go on without measuring again. False if it is for another model or version, and left aside."""
-        known = {each["module"]: each for each in _modules_in(saved or {})}
+        if saved is None or not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
+            return False
+        known = {each["module"]: each for each in (saved, *saved.get("others", ()))}
         targets = [target for each in known.values() if (target := _target_in(self.loop.model, each)) is not None]
-        if saved is None or not targets or len(targets) < len(known):
+        if len(targets) < len(known):
             return False
         self.saved = saved
         self.modules.begin(targets)
@@ -283,22 +285,6 @@ class StepPlanner(BudgetSource):
                 plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
             self.limit.recall(saved["corrections"])
         return True
-
-
-def _saved(module: PlannedModule) -> dict[str, Any]:
-    """What is known of a module."""
-    return {
-        "module": module.target.name,
-        "model": model_fingerprint(module.target.module),
-        "ceiling_bytes": module.plans.ceiling.size_bytes,
-        "records": module.plans.records(),
-    }
-
-
-def _modules_in(saved: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What is known of each module; empty if another version of this package has saved it."""
-    wanted = {"module", "model", "ceiling_bytes", "records", "corrections"}
-    return [saved, *saved.get("others", [])] if wanted <= saved.keys() else []
 
 
 def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from inspect import getclosurevars
 from operator import attrgetter, methodcaller
@@ -305,17 +305,14 @@ def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -
     return kept_out  # type: ignore[no-any-return]
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
+def uncompiled() -> AbstractContextManager[Any]:
     """Context in which what was given to ``torch.compile`` runs as it is written, as it does under a mode anyway.
 
     torch < 2.14 never compiles code again that it has once met under a mode.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing the compiler takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 COMPILED_CALL = "_compiled_call_impl"
@@ -341,9 +338,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def module_inside(wrapper: nn.Module) -> nn.Module:
     """The module that was given to ``torch.compile``."""
-    inner = wrapper._modules[INNER]
-    assert inner is not None
-    return inner
+    return wrapper.get_submodule(INNER)
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -404,11 +399,7 @@ def allocation_of(event: Any) -> Any | None:
     return details if kind == torch._C._profiler._EventType.Allocation else None
 
 
-# -------------------------------------------------------------------- processes
-
-
-# ----------------------------------------------------------------------------------------------------
-# What differs between releases of :mod:`torch.distributed.pipelining` and no public function tells.
+# -------------------------------------------------------------------- releases of torch.distributed.pipelining
 
 
 @cache

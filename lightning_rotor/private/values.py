@@ -121,8 +121,7 @@ def watch_attributes(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
 
 def like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The tensor, made of ``source``, with the attributes of that."""
-    attributes = attributes_of(source)
-    if attributes:
+    if attributes := attributes_of(source):
         vars(tensor).update(attributes)
     return tensor
 
@@ -175,8 +174,7 @@ def require_tensors(value: Any) -> None:
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
             "tuples, lists, dicts or dataclasses"
         )
-    layout = other_layout(tensors)
-    if layout:
+    if layout := other_layout(tensors):
         raise SampleError(
             f"the input holds a tensor of layout {layout}: expected dense ones, as the memory of others cannot be "
             "followed. Name a submodule that takes dense tensors, or give it their parts (indices, values, offsets)"

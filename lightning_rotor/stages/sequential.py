@@ -181,10 +181,13 @@ class Stage:
         """Parameters of the stage, each once."""
         yield from dict.fromkeys(parameter for module in self.modules for parameter in module.parameters())
 
+    def calls(self) -> Iterator[nn.Module]:
+        """The user's modules that it calls by itself, each once."""
+        yield from dict.fromkeys(each for module in self.modules for each in getattr(module, _CALLED, (module,)))
+
     def called_modules(self) -> Iterator[nn.Module]:
         """The user's modules that it calls and all below them, each once."""
-        calls = (called for module in self.modules for called in getattr(module, _CALLED, (module,)))
-        yield from dict.fromkeys(each for called in calls for each in called.modules())
+        yield from dict.fromkeys(each for called in self.calls() for each in called.modules())
 
     def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters, buffers and attributes that it reads without calling their module: who has them, and the name."""

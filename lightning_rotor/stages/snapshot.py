@@ -185,10 +185,7 @@ class Snapshot:
 
     def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
         self._kept.append((kind, owner, content))
-        self._follow(kind.values(content))
-
-    def _follow(self, values: Iterable[Any]) -> None:
-        self._pending.extend(values)
+        self._pending += kind.values(content)
 
     def _root_module(self, module: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
@@ -197,14 +194,14 @@ class Snapshot:
         if self._hooks:
             self._hook_tables(private.hook_tables(module))
             for parameter in attributes["_parameters"].values():
-                self._follow(() if parameter is None else private.gradient_hooks(parameter))
+                self._pending += () if parameter is None else private.gradient_hooks(parameter)
         if type(module).__module__.startswith("lightning_rotor."):
             return
         self._kept.append((_NAMESPACE, attributes, dict(attributes)))
         self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
         for name in ("_parameters", "_buffers"):
             self._kept.append((_TENSORS, attributes[name], dict(attributes[name])))
-        self._follow(_values_of(attributes))
+        self._pending += _values_of(attributes)
 
     def _module(self, module: nn.Module) -> None:
         """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
@@ -215,7 +212,7 @@ class Snapshot:
         self._pending.append(type(module))
         self._kept.append((_NAMESPACE, attributes, dict(attributes)))
         self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
-        self._follow(_values_of(attributes))
+        self._pending += _values_of(attributes)
 
     def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
         for table in tables:
@@ -225,18 +222,18 @@ class Snapshot:
     def _list(self, value: Any) -> None:
         entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
         self._kept.append((_LIST, value, entries))
-        self._follow(entries if len(entries) <= MOST_ENTRIES else ())
+        self._pending += entries if len(entries) <= MOST_ENTRIES else ()
 
     def _dict(self, value: Any) -> None:
         entries = dict(_items(value))
         self._kept.append((_DICT, value, entries))
-        self._follow(entries.values() if len(entries) <= MOST_ENTRIES else ())
+        self._pending += entries.values() if len(entries) <= MOST_ENTRIES else ()
 
     def _set(self, value: Any) -> None:
         self._kept.append((_SET, value, set(value)))
 
     def _tuple(self, value: Any) -> None:
-        self._follow(value if len(value) <= MOST_ENTRIES else ())
+        self._pending += value if len(value) <= MOST_ENTRIES else ()
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
@@ -257,8 +254,7 @@ class Snapshot:
     def _class(self, kind: type) -> None:
         """Look at the data that a class of the user's, or one that it is made from, has in its attributes."""
         for base in kind.__mro__:
-            names = _data_in(base, len(vars(base)))
-            if names:
+            if names := _data_in(base, len(vars(base))):
                 self._keep(CLASS_ENTRIES, base, {name: CLASS_ENTRIES.read(base, name) for name in names})
 
     def _generator(self, generator: Any) -> None:
@@ -270,23 +266,23 @@ class Snapshot:
             return
         for cell in function.__closure__ or ():
             self._keep(CELL, cell, {"": CELL.read(cell, "")})
-        self._follow(function.__defaults__ or ())
-        self._follow((function.__kwdefaults__ or {}).values())
+        self._pending += function.__defaults__ or ()
+        self._pending += (function.__kwdefaults__ or {}).values()
         self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
         if is_users(function.__code__.co_filename):
             names = function.__globals__
             self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(function.__code__)})
 
     def _method(self, method: Any) -> None:
-        self._follow((method.__func__,) if isinstance(method, MethodType) else ())
-        self._follow(() if isinstance(method.__self__, ModuleType) else (method.__self__,))
+        self._pending += (method.__func__,) if isinstance(method, MethodType) else ()
+        self._pending += () if isinstance(method.__self__, ModuleType) else (method.__self__,)
 
     def _partial(self, function: partial[Any]) -> None:
-        self._follow((function.func, *function.args))
+        self._pending += (function.func, *function.args)
         self._dict(function.keywords)
 
     def _variable(self, variable: ContextVar[Any]) -> None:
-        self._follow((variable.get(None),))
+        self._pending += (variable.get(None),)
 
     def _object(self, value: Any) -> None:
         """Look at an object of the user's, or of a library if it holds nothing but data."""
@@ -295,8 +291,7 @@ class Snapshot:
             if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
                 self.objects.add(id(namespace))
                 self._keep(_NAMESPACE, namespace, dict(namespace))
-            slots = slots_of(kind)
-            if slots:
+            if slots := slots_of(kind):
                 self._keep(_SLOTS, value, {name: slot(value, name) for name in slots})
         for base, look in _FILLED:
             if isinstance(value, base):
@@ -448,12 +443,10 @@ CELL = _by_name(
 def _look_for(kind: type) -> Callable[[Snapshot, Any], None] | None:
     """The way to look at values of a type; None if nothing about them can change or matters."""
     is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
-    found: Callable[[Snapshot, Any], None] | None = Snapshot._object
-    known = next((entry for entry in _KINDS if issubclass(kind, entry[0])), None)
-    if known is not None:
-        found = known[1]
-    elif is_librarys and kind.__module__ not in ("types", "collections", "weakref", "__main__"):
-        found = next((look for base, look in _FILLED if issubclass(kind, base)), None)
+    other: Callable[[Snapshot, Any], None] | None = Snapshot._object
+    if is_librarys and kind.__module__ not in ("types", "collections", "weakref", "__main__"):
+        other = next((look for base, look in _FILLED if issubclass(kind, base)), None)
+    found = next((look for base, look in _KINDS if issubclass(kind, base)), other)
     if is_librarys:  # others may be gone some day
         _LOOKS[kind] = found
     return found
