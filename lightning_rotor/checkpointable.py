@@ -311,22 +311,20 @@ class _ActivationLimit(BudgetSource):
 
 
 def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    inner = f"{prefix}{_WRAPPED}."
-    for key in [key for key in state_dict if key.startswith(inner)]:
-        state_dict[prefix + key[len(inner) :]] = state_dict.pop(key)
-    # Under both names, as torch asks for the wrapper's when it loads a module around the wrapper.
-    _copy_entries(metadata_of(state_dict), inner, prefix)
+    _rename(state_dict, f"{prefix}{_WRAPPED}.", prefix)
 
 
 def _with_prefix(module: Checkpointable, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    module._prefix, inner = prefix, f"{prefix}{_WRAPPED}."
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-    _copy_entries(metadata_of(state_dict), prefix, inner)
+    module._prefix = prefix
+    _rename(state_dict, prefix, f"{prefix}{_WRAPPED}.")
 
 
-def _copy_entries(metadata: dict[str, Any], source: str, target: str) -> None:
-    """Give entries under names that begin with one prefix those with another, too; the names have no dot at the end."""
+def _rename(state_dict: dict[str, Any], source: str, target: str) -> None:
+    """Let names that begin with one prefix begin with another one; entries of the metadata get both names."""
+    for key in [key for key in state_dict if key.startswith(source)]:
+        state_dict[target + key[len(source) :]] = state_dict.pop(key)
+    # Under both, as torch asks for the wrapper's when it loads a module around the wrapper. They end without a dot.
+    metadata = metadata_of(state_dict)
     dotted = {f"{key}.".lstrip("."): value for key, value in metadata.items()}
     metadata.update(
         {f"{target}{key[len(source) :]}"[:-1]: value for key, value in dotted.items() if key.startswith(source)}

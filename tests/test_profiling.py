@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import ClassVar
@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.profiling import Profile, StepMeter, profile_chain
+from lightning_rotor.profiling import Profile, StepMeter, options, profile_chain
+from lightning_rotor.profiling import chain as profiling_chain
 from lightning_rotor.profiling.meters import CpuMeter, Recording
-from lightning_rotor.profiling.options import Interlude
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import CPU
 
@@ -113,7 +113,8 @@ class _Ticking(CpuMeter):
 
 def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = _Ticking()
-    monkeypatch.setattr(Interlude, "__call__", lambda _: meter.wait())
+    for module in (profiling_chain, options):
+        monkeypatch.setattr(module, "interlude", lambda *_: meter.wait)
     chain = profile_chain(
         sequential_stages(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.ones(2, 4), meter=meter
     ).chain
@@ -125,14 +126,14 @@ def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypa
 
 
 def test_the_rest_of_a_step_fills_the_caches_without_memory_that_counts() -> None:
-    def seconds(interlude: Interlude) -> float:
+    def seconds(interlude: Callable[[], object]) -> float:
         start = time.perf_counter()
         interlude()
         return time.perf_counter() - start
 
     meter = StepMeter(CPU)
     meter.start()
-    nothing, near, whole = (Interlude(CPU, size) for size in (0, 4 * 2**20, 32 * 2**20))
+    nothing, near, whole = (options.interlude(CPU, size) for size in (0, 4 * 2**20, 32 * 2**20))
     shortest = [min(seconds(each) for _ in range(5)) for each in (nothing, near, whole)]
     assert meter.stop().peak_bytes == 0
     assert shortest[0] < shortest[1] < shortest[2] < 0.02

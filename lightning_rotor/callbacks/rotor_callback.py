@@ -123,21 +123,12 @@ def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, 
     for logger in trainer.loggers:
         named = _named(logger, prefix, values)
         if isinstance(logger, TensorBoardLogger):
-            # It reads the first set that is written, and no other.
-            named |= _hyperparameters_of_the_model(trainer)
+            # It reads the first set that is written, and no other: those that the Trainer is about to log go with it.
+            for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
+                if owner is not None and private.logs_hyperparameters(owner):
+                    named |= owner.hparams_initial
+            named.pop(private.CLASS_PATH, None)
         logger.log_hyperparams(named)
-
-
-def _hyperparameters_of_the_model(trainer: pl.Trainer) -> dict[str, Any]:
-    """Hyperparameters that the Trainer is about to log."""
-    owners = (trainer.lightning_module, getattr(trainer, "datamodule", None))
-    return {
-        name: value
-        for owner in owners
-        if owner is not None and private.logs_hyperparameters(owner)
-        for name, value in owner.hparams_initial.items()
-        if name != private.CLASS_PATH
-    }
 
 
 def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:

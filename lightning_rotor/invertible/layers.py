@@ -37,6 +37,9 @@ class _Coupling(nn.Module):
 
     draws_by_parts = True
     """Random numbers are those of its parts alone."""
+    # A half, changed by what a network made of the other one, and as it was before.
+    _changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    _restored: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
     def __init__(self, dim: int, **networks: nn.Module) -> None:
         super().__init__()
@@ -74,14 +77,6 @@ class _Coupling(nn.Module):
             gradients[1 - mine] = _backward_through(network, roots, leaf, gradients[1 - mine])
             del roots, leaf
         return torch.cat(halves, self.dim), torch.cat(gradients, self.dim)
-
-    def _changed(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """A half, changed by what a network made of the other one."""
-        raise NotImplementedError
-
-    def _restored(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        """A half as it was before it was changed."""
-        raise NotImplementedError
 
     def _halves(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         shape = tuple(tensor.shape)

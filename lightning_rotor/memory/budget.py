@@ -25,15 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
-from lightning_rotor.memory.held import (
-    buffer_bytes,
-    existing_gradient_bytes,
-    gradient_bytes,
-    optimizer_state_bytes,
-    parameter_bytes,
-    predict_optimizer_state_bytes,
-    storage_bytes,
-)
+from lightning_rotor.memory import held
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.planning.solver import cause_and_remedy
@@ -104,8 +96,7 @@ class Budget:
 
     def fits(self, plan: Plan) -> bool:
         """True if a plan is what would be planned with this budget."""
-        wanted = (max(self.available_bytes, 1), self.gradients_exist, self.lingering_bytes)
-        return (plan.budget_bytes, plan.gradients_exist, plan.lingering_bytes) == wanted
+        return plan.budget_bytes == max(self.available_bytes, 1) and plan.conditions == self.conditions
 
     def refusal(self, least_bytes: int, error: BudgetError) -> BudgetError:
         """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much."""
@@ -155,14 +146,14 @@ class ResidentMemory:
         device: torch.device,
     ) -> ResidentMemory:
         """Count what is there, and predict what will be."""
-        inside = gradient_bytes(target, device)
+        inside = held.gradient_bytes(target, device)
         return cls(
-            parameter_bytes=parameter_bytes(model, device),
-            buffer_bytes=buffer_bytes(model, device),
-            optimizer_bytes=sum(predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers),
-            outside_gradient_bytes=gradient_bytes(model, device) - inside,
+            parameter_bytes=held.parameter_bytes(model, device),
+            buffer_bytes=held.buffer_bytes(model, device),
+            optimizer_bytes=sum(held.predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers),
+            outside_gradient_bytes=held.gradient_bytes(model, device) - inside,
             chain_gradient_bytes=inside,
-            batch_bytes=storage_bytes(batch, device),
+            batch_bytes=held.storage_bytes(batch, device),
         )
 
     def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:
@@ -201,11 +192,11 @@ def named_bytes(
 ) -> int:
     """What parameters, buffers, gradients, optimizers and the batch take at this moment."""
     return (
-        parameter_bytes(model, device)
-        + buffer_bytes(model, device)
-        + existing_gradient_bytes(model, device)
-        + sum(optimizer_state_bytes(optimizer, device) for optimizer in optimizers)
-        + storage_bytes(batch, device)
+        held.parameter_bytes(model, device)
+        + held.buffer_bytes(model, device)
+        + held.existing_gradient_bytes(model, device)
+        + sum(held.optimizer_state_bytes(optimizer, device) for optimizer in optimizers)
+        + held.storage_bytes(batch, device)
     )
 
 

@@ -18,14 +18,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.torch_names import (
-    OPTIMIZER_HOOKS,
-    FakeTensor,
-    FakeTensorMode,
-    identity_of,
-    is_traceable_wrapper_subclass,
-    sparse_parts,
-)
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
@@ -89,10 +82,10 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
 
 def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """The storages behind a tensor: several for a sparse one or a wrapper such as DTensor."""
-    if is_traceable_wrapper_subclass(tensor):  # a DTensor lists its mesh as well
+    if private.is_traceable_wrapper_subclass(tensor):  # a DTensor lists its mesh as well
         parts = tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
     elif tensor.layout is torch.sparse_coo:
-        parts = list(sparse_parts(tensor))
+        parts = list(private.sparse_parts(tensor))
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -107,7 +100,7 @@ def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
 def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -> dict[int, int]:
     """Bytes of unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
     return {
-        identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
+        private.identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
         for tensor in tensors
         if is_on(tensor.device, device)
         for storage in _storages_of(tensor)
@@ -148,7 +141,7 @@ _log = logging.getLogger(__name__)
 
 # A copy fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it.
 _GROWING = ("params", "state", "param_groups")
-_NOT_COPIED = frozenset((*OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
+_NOT_COPIED = frozenset((*private.OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
 
 
 def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
@@ -219,18 +212,17 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
 
 def _bytes_after_dry_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, FakeTensor)]
+    modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     stand_ins = {id(parameter): _stand_in(parameter, mode) for parameter in parameters}
     clone = _copy(optimizer, mode, stand_ins)
     with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
         _take_step(clone)
-    gradients = [parameter.grad for parameter in stand_ins.values() if parameter.grad is not None]
-    return _bytes_beside(tensors_in(list(clone.state.values())), [*stand_ins.values(), *gradients], device)
+    return optimizer_state_bytes(clone, device)
 
 
-def _stand_in(parameter: torch.Tensor, mode: FakeTensorMode) -> nn.Parameter:
+def _stand_in(parameter: torch.Tensor, mode: private.FakeTensorMode) -> nn.Parameter:
     fake = mode.from_tensor(parameter.detach(), static_shapes=True)
     stand_in = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     # Some optimizers look at marks that the user put on parameters.
@@ -242,13 +234,13 @@ def _stand_in(parameter: torch.Tensor, mode: FakeTensorMode) -> nn.Parameter:
 
 
 def _copy(
-    optimizer: torch.optim.Optimizer, mode: FakeTensorMode, stand_ins: dict[int, nn.Parameter]
+    optimizer: torch.optim.Optimizer, mode: private.FakeTensorMode, stand_ins: dict[int, nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Copy by attribute: constructors may want unknown arguments, ``__getstate__`` drops those of subclasses."""
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
     attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
     vars(clone).update(fake_copy(attributes, mode, {**stand_ins, id(optimizer): clone}))
-    vars(clone).update({name: OrderedDict() for name in OPTIMIZER_HOOKS})
+    vars(clone).update({name: OrderedDict() for name in private.OPTIMIZER_HOOKS})
     clone.defaults["differentiable"] = False
     for group in clone.param_groups:
         # What has no shape rule is off. Step counters lie where they did: an accelerator's fused kernels want them

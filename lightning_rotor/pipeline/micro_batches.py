@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.partition.search import even_balance
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
@@ -64,8 +65,7 @@ def sizes_of(rows: int, micro_batches: int) -> tuple[int, ...]:
         >>> sizes_of(10, 4), sizes_of(3, 4)
         ((3, 3, 2, 2), (1, 1, 1))
     """
-    count = max(min(rows, micro_batches), 1)
-    return tuple(rows // count + (place < rows % count) for place in range(count))
+    return tuple(even_balance(rows, micro_batches))
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:

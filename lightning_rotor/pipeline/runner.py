@@ -142,13 +142,7 @@ def run_backward(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tens
 
 def crossing(stages: Sequence[Stage], boundary: int) -> tuple[int, ...]:
     """Numbers of the values that cross a cut before a stage; of the chain's input and output at its ends."""
-    if boundary == 0:
-        return wiring_of(stages).wire.reads
-    if boundary == len(stages):
-        return stages[-1].writes
-    made_behind = {number for stage in stages[boundary:] for number in stage.writes}
-    read_behind = {number for stage in stages[boundary:] for number in stage.reads}
-    return tuple(sorted(read_behind - made_behind))
+    return wiring_of(stages[boundary:]).wire.reads if boundary < len(stages) else stages[-1].writes
 
 
 class Part(nn.Module):
@@ -239,10 +233,8 @@ class MicroBatchStage(PipelineStage):
         layouts = part.step.layouts
         self._takes = [layout[part.number] for layout in layouts]
         self.inputs: list[Tensors] = [] if self.is_first else [layout.buffers(device) for layout in self._takes]
-        self.output_gradients: dict[int, Gradients] = {}
-        if trains and not self.is_last:
-            gives = [layout[part.number + 1].gradient_buffers(device) for layout in layouts]
-            self.output_gradients = dict(enumerate(gives))
+        gives = [layout[part.number + 1] for layout in layouts] if trains and not self.is_last else ()
+        self.output_gradients = {place: layout.gradient_buffers(device) for place, layout in enumerate(gives)}
         self.in_flight: dict[int, tuple[Tensors, Tensors]] = {}
         self._input_gradients: dict[int, Gradients] = {}
         self._launched: list[dist.P2POp] = []

@@ -117,19 +117,20 @@ def simulate_pipeline(
     results_bytes: int = 0,
 ) -> PipelineSimulation:
     """Run a step on paper, from orders and loads by pipeline stage; ``results_bytes`` come behind it."""
-    starts, ends = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).times(loads)
+    times = np.zeros((2, *order.shape[:2]))
+    seconds = StepSimulator(order, stages=len(loads), micro_batches=micro_batches).step_seconds(loads, times)
     events, peaks = [], []
     for device, own in enumerate(order):
         memory = DeviceMemory(own, lingering[device] if lingering else None, micro_batches=micro_batches)
         peaks.append(memory.peak_bytes(loads, results_bytes))
-        columns = [each.tolist() for each in (starts[device], ends[device], *memory.levels(loads))]
+        columns = [each.tolist() for each in (*times[:, device], *memory.levels(loads))]
         found = []
         for action, start, end, *levels in zip(actions(own), *columns, strict=True):
             load = loads[action.stage].both[action.micro_batch == micro_batches - 1]
             again = load.recompute_seconds if action.work == "backward" else 0.0
             found.append(PipelineEvent(device, action, start, end, again, *levels))
         events.append(tuple(found))
-    return PipelineSimulation(float(ends.max(initial=0.0)), tuple(events), tuple(peaks))
+    return PipelineSimulation(seconds, tuple(events), tuple(peaks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,29 +163,21 @@ class StepSimulator:
         targets = np.concatenate((np.arange(1, stages + 1), np.arange(stages - 1, 2 * stages - 1)))
         targets[[stages - 1, stages]] = 2 * stages
         self._targets: Integers = targets
-        self._shape = order.shape[:2]
-        self._arrivals = (2 * stages + 1) * micro_batches
         self._rounds = tuple(self._found(order))
 
-    def step_seconds(self, loads: Sequence[PipelineStageLoad]) -> float:
-        """Seconds of a step."""
-        return float(self.simulated(np.array([[seconds_of(load) for load in loads]]))[0])
-
-    def times(self, loads: Sequence[PipelineStageLoad]) -> tuple[Reals, Reals]:
-        """Starts and ends of actions, ``(devices, actions)`` each."""
-        times = np.zeros((2, *self._shape))
-        self.simulated(np.array([[seconds_of(load) for load in loads]]), times)
-        return times[0], times[1]
+    def step_seconds(self, loads: Sequence[PipelineStageLoad], times: Reals | None = None) -> float:
+        """Seconds of a step; starts and ends of its actions go into ``times``, ``(2, devices, actions)``."""
+        return float(self.simulated(np.array([[seconds_of(load) for load in loads]]), times)[0])
 
     def simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
-        """Seconds of a step for many partitions; starts and ends of the first one's actions go into ``times``."""
+        """Seconds of a step for many partitions; ``times`` are those of the first one's actions."""
         stages, count = self._stages, len(seconds)
         # By work, forwards of all stages first; partitions are neighbours in memory.
         seconds = np.ascontiguousarray(seconds.reshape(count, stages, 2, 3).transpose(2, 1, 3, 0))
         travel = seconds[:, :, 2].reshape(2 * stages, count) * (self._devices > 1)
         travel[[stages - 1, stages]] = 0.0  # the last stage's outputs and the gradients of the first one's inputs stay
         seconds = seconds[:, :, :2].reshape(4 * stages, count)
-        arrived = np.zeros((self._arrivals, count))
+        arrived = np.zeros(((2 * stages + 1) * self._m, count))
         done = np.zeros((self._devices, count))
         link_free = np.zeros((2 * self._devices, count))
         for now in self._rounds:

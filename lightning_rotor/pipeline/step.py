@@ -26,7 +26,7 @@ from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.placement import Placement, first, outside
 from lightning_rotor.pipeline.runner import PipelineRunner, run_backward
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
-from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive
+from lightning_rotor.planned.forward import attach, detach, inactive
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates, seeded
 
@@ -157,9 +157,6 @@ class PipelinedModule:
         self._evaluations = 0
 
     # A copy of a live module computes with its own weights, plainly.
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        return inactive()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
 

@@ -198,7 +198,7 @@ _SUMS = 5e7
 _MOST_SLOTS = 4000
 _LEAST_SLOTS = 500
 # Relative difference between sums of the same durations in another order.
-_ROUNDING = 1e-12
+ROUNDING = 1e-12
 
 
 @lru_cache(maxsize=32)
@@ -225,7 +225,7 @@ def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditio
             cut = first + reach
             gaps[first, cut:] = gaps[first, cut - 1] + gaps[cut, cut:]
     whole = _Knapsacks(stages, gaps, budget_bytes, slots=_MOST_SLOTS, starts=range(1), reach=n).solve()
-    return whole * (1 - _ROUNDING)
+    return whole * (1 - ROUNDING)
 
 
 class _Knapsacks:

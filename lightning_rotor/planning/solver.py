@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning.bounds import ROUNDING
 from lightning_rotor.planning.dynamic_program import Table, schedule_at
 from lightning_rotor.planning.plan import DEFAULT_SLOTS, SAME, Frontier, Plan, pareto
 from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
@@ -293,12 +294,12 @@ def _gradient_bytes_at_peak(chain: Chain, simulation: Simulation) -> int:
 
 def cause_and_remedy(budget_bytes: int, minimum_bytes: int, stage: str, gradient_bytes: int) -> tuple[str, str]:
     """For the message of a BudgetError, what sets the minimum of a chain, and what the user can do."""
-    if 2 * gradient_bytes < minimum_bytes:
-        return f"set by {stage!r}", "raise mem_limit or lower the batch size"
-    cause = f"set by {stage!r}, with {format_bytes(gradient_bytes)} of new parameter gradients"
-    if gradient_bytes < budget_bytes:
-        return cause, "raise mem_limit or lower the batch size"
-    return cause, "raise mem_limit, for a smaller batch does not make the gradients smaller"
+    cause, remedy = f"set by {stage!r}", "raise mem_limit or lower the batch size"
+    if 2 * gradient_bytes >= minimum_bytes:
+        cause += f", with {format_bytes(gradient_bytes)} of new parameter gradients"
+        if gradient_bytes >= budget_bytes:
+            remedy = "raise mem_limit, for a smaller batch does not make the gradients smaller"
+    return cause, remedy
 
 
 def _sizes_in(chain: Chain) -> list[int]:
@@ -344,8 +345,6 @@ def frontier_of(solver: Solver, *, budget_bytes: int | None = None) -> Frontier:
 _LONGEST_WRAP = 3
 # Most stages for two edits, instead of one, of a candidate that is just too large.
 _TWICE_EDITED_STAGES = 8
-# Sums of the same durations in another order differ by less.
-_ROUNDING = 1 - 1e-12
 
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
@@ -448,7 +447,7 @@ class Candidates:
         """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
         best: Simulation | None = None
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
-            if best is not None and self.table.seconds[self._stairs[stair]] * _ROUNDING >= best.seconds:
+            if best is not None and self.table.seconds[self._stairs[stair]] * (1 - ROUNDING) >= best.seconds:
                 break
             fitting = self._fitting(stair, budget_bytes)
             best = min(fitting if best is None else [best, *fitting], key=by_seconds, default=None)

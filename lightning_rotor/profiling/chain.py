@@ -45,8 +45,8 @@ from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
-    Interlude,
     StageSeconds,
+    interlude,
     measure,
     segment_seconds,
     with_inverse,
@@ -236,7 +236,7 @@ class _Measuring:
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
         self._inputs = {number: Boundary.of(value) for number, value in values}
         self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
-        self._interlude = Interlude(self._device)
+        self._interlude = interlude(self._device)
         self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]

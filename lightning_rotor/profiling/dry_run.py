@@ -25,17 +25,7 @@ from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import repeating, run_stage
-from lightning_rotor.private.torch_names import (
-    HOOKS,
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-    TorchDispatchMode,
-    packet_of,
-    uncompiled,
-    version_of,
-)
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.generators import GeneratorStates
@@ -45,7 +35,7 @@ from lightning_rotor.stages.snapshot import Snapshot, code_of
 _aten = torch.ops.aten
 
 
-def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
+def fake_copy(value: Any, mode: private.FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
     """A deep copy with fake tensors in the place of tensors; ``replacements`` stand in for objects by ``id``.
 
     Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, since what they
@@ -54,10 +44,10 @@ def fake_copy(value: Any, mode: FakeTensorMode, replacements: Mapping[int, Any])
     memo = dict(replacements)
     for module in _modules_in(value):
         memo.update((id(held), held) for held in module.__dict__.values() if isinstance(held, (Dataset, DataLoader)))
-    with FakeCopyMode(mode):
+    with private.FakeCopyMode(mode):
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
-        for kind in HOOKS:
+        for kind in private.HOOKS:
             hooks = getattr(module, kind)
             for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
                 del hooks[key]
@@ -108,11 +98,11 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
         warnings.simplefilter("ignore")
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(unlogged())
-        stack.enter_context(uncompiled())
+        stack.enter_context(private.uncompiled())
         yield
 
 
-class AssumedValues(TorchDispatchMode):
+class AssumedValues(private.TorchDispatchMode):
     """Answers, and counts, questions for values that do not exist: masks are true, numbers 1 (floats ``number``)."""
 
     def __init__(self, number: float = 1.0) -> None:
@@ -126,7 +116,7 @@ class AssumedValues(TorchDispatchMode):
         kwargs = kwargs or {}
         try:
             return func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except (private.DataDependentOutputException, private.DynamicOutputShapeException):
             self.assumed_values += 1
             return self._answer(func, args, kwargs)
 
@@ -143,9 +133,9 @@ class AssumedValues(TorchDispatchMode):
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is _aten.masked_select.default:
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-        if packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
+        if private.packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
             return func(args[0], _expanded(args[1]), *args[2:], **kwargs)
-        raise DynamicOutputShapeException(func)
+        raise private.DynamicOutputShapeException(func)
 
 
 def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -172,7 +162,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
         return tree_unflatten([leaves[first] for first in firsts], spec)
 
     constants = cut.recording.constants
-    versions = [version_of(constant) for constant in constants]
+    versions = [private.version_of(constant) for constant in constants]
 
     def plain() -> Any:
         args, kwargs = fresh()
@@ -194,7 +184,7 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
             _outcome(whole, plain, device)  # what is wrong with the input is said by the module itself
             raise
         expected = _outcome(whole, plain, device)
-        if versions != [version_of(constant) for constant in constants]:
+        if versions != [private.version_of(constant) for constant in constants]:
             raise ModelError(
                 f"the forward of {type(module).__name__} changes a tensor in place that it has made itself without any "
                 "input, so a trace would change it again in every step. Move that part into a submodule"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import zip_longest
@@ -68,7 +68,9 @@ class StageSeconds:
 
 def measure(profiler: StageProfiler) -> StageMeasurement:
     """Bytes and seconds of a stage."""
-    profiler.warm_up()
+    # First runs may differ, and a compiler may compile the backward only when it is first asked for.
+    if profiler.meter.needs_warm_up or profiler.is_compiled:
+        profiler.recorded_run(hold_input=False, hold_output=False)
     seconds = seconds_by_turns([profiler])[0]
     found = profiler.measure()
     return replace(found, cost=seconds.of(found.cost))
@@ -137,21 +139,16 @@ _LINE_BYTES = 64
 _ROUNDS = 12
 
 
-class Interlude:
-    """Fills the processor's caches with something else, as what comes between two runs in a step does.
+def interlude(device: torch.device, swept_bytes: int = _NEAR_BYTES) -> Callable[[], object]:
+    """A function that fills the processor's caches with something else, as what comes between two runs in a step does.
 
     A run repeated at once finds its code and data there, which in a step it seldom does: a segment around next to
     nothing takes 0.08 ms of the host's time, and 0.5 ms behind another model's step, or a sweep through 32 MiB (one
     core of an EPYC). Plans would get too many short segments. Other devices queue kernels, so that caches matter less.
     """
-
-    def __init__(self, device: torch.device, swept_bytes: int = _NEAR_BYTES) -> None:
-        # NumPy's memory, so that torch's allocator does not count it; one number of each line.
-        self._lines = np.ones(swept_bytes // 8 if device.type == "cpu" else 0)[:: _LINE_BYTES // 8]
-
-    def __call__(self) -> None:
-        """Flush caches between two timings."""
-        self._lines.sum()
+    # NumPy's memory, so that torch's allocator does not count it; one number of each line.
+    lines = np.ones(swept_bytes // 8 if device.type == "cpu" else 0)[:: _LINE_BYTES // 8]
+    return lines.sum
 
 
 SAVED_TENSOR, _UNWATCHED = 0.02, 0.2
@@ -178,12 +175,12 @@ def _known(device: torch.device) -> float:
 def _measured(device: torch.device, meter: Meter) -> float:
     """Seconds of a segment around next to nothing, behind other work, beyond those of the same without a segment."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
-    interlude = Interlude(device, _ALL_BYTES)
+    sweep = interlude(device, _ALL_BYTES)
     flushing: list[float] = []
 
     def flush() -> None:
         start = meter.now()
-        interlude()
+        sweep()
         flushing.append(meter.seconds_between(start, meter.now()))
 
     def operation(value: torch.Tensor) -> torch.Tensor:
@@ -191,7 +188,7 @@ def _measured(device: torch.device, meter: Meter) -> float:
         return value.tanh()
 
     def seconds(*, segmented: bool) -> float:
-        interlude()
+        sweep()
         flushing.clear()
         start = meter.now()
         if segmented:

@@ -235,7 +235,7 @@ class StageProfiler:
     generators: GeneratorStates | None  # where every run of a stage that may draw starts
     meter: Meter
     repeats: int  # of timed runs
-    interlude: Callable[[], None]  # called before each timed run
+    interlude: Callable[[], object]  # called before each timed run
     in_lockstep: bool  # other processes measure it now and wait, so neither times nor sizes may decide what runs
     accumulating: bool  # also measure where gradients exist
     boundary: Boundary = NOTHING
@@ -249,11 +249,6 @@ class StageProfiler:
     def is_compiled(self) -> bool:
         """True if the user compiled the stage or a part of it."""
         return any(is_compiled(module) for _, module in self.stage.submodules())
-
-    def warm_up(self) -> None:
-        """Run once if first runs differ. A compiler may compile the backward only when it is first asked for."""
-        if self.meter.needs_warm_up or self.is_compiled:
-            self.recorded_run(hold_input=False, hold_output=False)
 
     def measure(self) -> StageMeasurement:
         """Bytes of the stage, when it has run before."""

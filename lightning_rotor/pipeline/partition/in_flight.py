@@ -39,6 +39,7 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.pipeline.simulator import MicroBatchLoad
 from lightning_rotor.planning.dynamic_program import Seconds, schedule_at
+from lightning_rotor.planning.plan import SAME
 from lightning_rotor.planning.solver import Solver, keep_all_fastest, segments_around, solved_table
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
@@ -331,7 +332,7 @@ class _Search:
     def _may_be_better(self, seconds: float) -> bool:
         if self._best is None:
             return seconds < math.inf
-        return seconds < self._best.seconds * (1 - (1e-9 if self._columns.exact else _CLOSE_ENOUGH))
+        return seconds < self._best.seconds * (1 - (SAME if self._columns.exact else _CLOSE_ENOUGH))
 
     def _take_below(self, memory: int, floor: int) -> None:
         """Take the first of the schedules with less memory that fits in bytes."""

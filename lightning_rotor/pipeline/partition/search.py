@@ -33,6 +33,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
 from lightning_rotor.pipeline.schedule import Integers, PipelineError
 from lightning_rotor.pipeline.simulator import Reals
+from lightning_rotor.planning.plan import SAME
 from lightning_rotor.units import is_positive_integer
 
 Cuts: TypeAlias = tuple[int, ...]
@@ -47,7 +48,6 @@ _MOST_WORK, _JUDGED = 400_000_000, 100_000
 _AT_ONCE = 32
 # Least number of runs with bounds.
 _MOST_RUNS = 1_000_000
-_SAME = 1e-9
 
 
 def impossible(problem: Problem, stage: Integers, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
@@ -130,17 +130,14 @@ class Bounds:
         for stage in reversed(range(stages)):
             back[stage, :n] = (least[stage] + 2 * travel + back[stage + 1][ends]).min(axis=1)
         through: Reals = np.full_like(self.extra, math.inf)
-        m, in_flight, forwards = (
-            self._problem.micro_batches,
-            self._problem.in_flight,
-            (self._forward, self._most_forward),
-        )
+        m, in_flight = self._problem.micro_batches, self._problem.in_flight
         for stage in range(stages):
             before, behind = front[stage, :n, None], 2 * travel + back[stage + 1][ends]
             np.minimum.at(front[stage + 1], ends, before + least[stage] + 2 * travel)
             with np.errstate(invalid="ignore"):
                 work, turns = m * least[stage], math.ceil(m / in_flight[stage]) * (least[stage] + behind)
                 if self._problem.stages_per_device == 1:
+                    forwards = self._forward, self._most_forward
                     forward, most_forward = (self._sums(each) / self._speeds[stage] for each in forwards)
                     hidden = most_forward, least[stage] - forward
                     first, last = (np.maximum(behind - (in_flight[stage] - 1) * each, 0) for each in hidden)
@@ -202,7 +199,7 @@ class Search:
         count = math.comb(self._n - 1, self._stages - 1)
         few = count <= _FEW and self._actions * count <= _MOST_WORK // 20
         bound = min(self._all() if few else self._candidates(), self._bounds.longer_seconds())
-        if bound < self._seconds * (1 - _SAME):
+        if bound < self._seconds * (1 - SAME):
             self._climb()
         return self.only(self._best[2]), min(bound, self._seconds)
 
@@ -241,14 +238,14 @@ class Search:
         order, before = np.argsort(least, kind="stable"), self._best
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
-            if least[some[0]] >= self._seconds * (1 - _SAME):
+            if least[some[0]] >= self._seconds * (1 - SAME):
                 break
             if self._work > _MOST_WORK and (once or self._seconds < math.inf):
                 return float(least[some[0]])
             self._spent += len(some) * self._actions
             again = self._bounds.step_seconds(cuts[some])  # runs that were planned since have other bounds
             for place in np.argsort(again, kind="stable").tolist():
-                if again[place] < self._seconds * (1 - _SAME):
+                if again[place] < self._seconds * (1 - SAME):
                     self._judge(tuple(cuts[some[place]].tolist()))
                 if once and self._best != before:
                     return 0.0
