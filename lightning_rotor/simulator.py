@@ -221,7 +221,8 @@ def simulate(
         lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before
             in a loop that calls ``zero_grad`` between the two.
     Returns:
-        Peak and duration. The peak is exact for the executor of this package on the device of the measurement.
+        Peak and duration. The peak is exact for the executor of this package on the device of the measurement; where
+        gradients exist, it is an upper bound for the chain of a ``Checkpointable``, which is not measured with any.
     Raises:
         ScheduleError: See :func:`check_schedule`.
     """
