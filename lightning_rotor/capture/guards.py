@@ -441,8 +441,7 @@ def _parts_of(modules: Sequence[nn.Module]) -> tuple[Callable[[], tuple[Any, ...
 # --------------------------------------------- Whether a module is still what it was at the last step, in microseconds.
 
 
-_TABLES = ("_modules", *private.HOOKS[:2], "_parameters")
-_tables_in = itemgetter(*_TABLES)
+_tables_in = itemgetter("_modules", *private.HOOKS[:2], "_parameters")
 _learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 

@@ -20,7 +20,7 @@ import gc
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -572,15 +572,14 @@ def is_recomputing() -> bool:
 # -------------------------------------------------------------------- small things
 
 
-def _copies(values: Iterable[Any]) -> list[Any]:
+def _copies(values: Sequence[Any]) -> list[Any]:
     """Copies of tensors that a forward may change, one for each object; numbers as they are."""
-    made: dict[int, torch.Tensor] = {}
-    return [
-        made.setdefault(id(value), like(value.detach().requires_grad_(value.requires_grad).clone(), value))
-        if isinstance(value, torch.Tensor)
-        else value
-        for value in values
-    ]
+    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    made = {
+        key: like(tensor.detach().requires_grad_(tensor.requires_grad).clone(), tensor)
+        for key, tensor in tensors.items()
+    }
+    return [made.get(id(value), value) for value in values]
 
 
 def _gone(_: None) -> torch.Tensor:
