@@ -154,3 +154,13 @@ def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, f"these differ: {different}"
+
+
+def finite(values: torch.Tensor) -> torch.Tensor:
+    """The values, if they are finite. (In a test's own file pytest would write other code for ``assert``.)"""
+    assert values.isfinite().all(), f"{values.shape} is refused"
+    if not values.isfinite().all():
+        raise ValueError(str(values.sum().item()))
+    if values.isnan().any() or values.isinf().any():
+        raise ValueError("refused")
+    return values

@@ -27,6 +27,7 @@ from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import wiring_of
+from tests.models import finite
 
 X = (6, 16)
 
@@ -560,6 +561,39 @@ def test_a_tensor_that_a_leaf_has_kept() -> None:
 )
 def test_values_of_activations_must_decide_nothing(read: Callable[[torch.Tensor], Any]) -> None:
     both(lambda net, x: x * read(x), r"its course depends on .* which depends on the output of 'blocks\.")
+
+
+@pytest.mark.parametrize(
+    "trap",
+    [
+        lambda net, x: finite(x) * 2,
+        lambda net, x: torch.distributions.Normal(x, x.exp()).rsample(),
+        lambda net, x: x * torch.distributions.Normal(x, net.head.weight.norm()).log_prob(x.relu()),
+        lambda net, x: torch.distributions.kl_divergence(
+            torch.distributions.Gamma(x.abs() + 1, x.abs() + 2), torch.distributions.Gamma(1.0, 1.0)
+        ),
+    ],
+    ids=["assert", "normal", "log_prob", "gamma"],
+)
+def test_a_check_of_values_stays_a_check(trap: Callable[..., Any]) -> None:
+    net, x = Net(root=trap), torch.randn(X)
+    cut = record(net, x)
+    assert cut.opaque == {}
+    assert "require_check" in operations(cut)
+    with pytest.raises(ExecutionError, match=r"the check at .*\.py:\d+ has failed"):
+        staged(cut)(x * float("nan"))
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda x: x if (x > 0).all() else x + 1,
+        lambda x: x if bool((x > 0).all()) else x + 1,
+        lambda x: next(x + number for number in range(3) if (x.abs() < 1e9).all()),
+    ],
+)
+def test_what_raises_in_no_case_is_no_check(decide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    both(lambda net, x: decide(x), "its course depends on __bool__ of a tensor, which depends on the output of")
 
 
 def test_values_of_parameters_must_decide_nothing() -> None:

@@ -20,7 +20,16 @@ from itertools import accumulate, pairwise, takewhile
 import torch
 from torch import fx
 
-from lightning_rotor.capture.graph_stage import IN_PLACE, OF, SIZE, VALUED, GraphSlice, name_of, require_as_recorded
+from lightning_rotor.capture.graph_stage import (
+    IN_PLACE,
+    OF,
+    SIZE,
+    VALUED,
+    GraphSlice,
+    name_of,
+    require_as_recorded,
+    require_check,
+)
 from lightning_rotor.capture.operations import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
@@ -75,7 +84,7 @@ class Names:
         return f"{path}.{name_of(node)}" if path else name_of(node)
 
 
-_OURS = (require_as_recorded, tree_unflatten)  # no code of the user's
+_OURS = (require_as_recorded, require_check, tree_unflatten)  # no code of the user's
 
 
 def _paths_around(node: fx.Node) -> list[str]:

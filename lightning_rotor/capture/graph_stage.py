@@ -17,6 +17,7 @@ from torch import Size, fx, nn
 
 from lightning_rotor.capture.operations import CONSTANTS
 from lightning_rotor.errors import ExecutionError
+from lightning_rotor.private.torch_names import FakeTensor
 from lightning_rotor.private.values import flatten
 
 OF = "of"
@@ -89,6 +90,15 @@ def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
         raise ExecutionError(
             f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
             "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
+        )
+
+
+def require_check(condition: torch.Tensor, answer: bool, place: str) -> None:
+    """Raise ``ExecutionError`` if the forward itself would raise an error, as an ``assert`` does. Fake tensors pass."""
+    if not isinstance(condition, FakeTensor) and bool(condition) is not answer:
+        raise ExecutionError(
+            f"the check at {place} has failed: expected values that pass it. Call the module without a plan to see its "
+            "own error; where the code around it goes on after that error, switch the check off or plan submodules"
         )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import operator
 import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from types import FunctionType
 from typing import Any
 
@@ -15,7 +17,18 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import LINE, OF, REGION, SIZE, VALUED, Region, is_constant, longest
+from lightning_rotor.capture.graph_stage import (
+    LINE,
+    OF,
+    REGION,
+    SIZE,
+    VALUED,
+    Region,
+    is_constant,
+    longest,
+    name_of,
+    require_check,
+)
 from lightning_rotor.capture.operations import (
     CHANGES,
     CONSTANTS,
@@ -508,9 +521,16 @@ class GraphWriter:
         self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
 
     def guard(self, node: fx.Node, value: Any, what: str) -> None:
-        """Remember a value that the code saw, if it can be computed from a call's inputs alone."""
-        self.require_computable(node, what)
-        self.valued.append((node, value))
+        """Remember a value that the code saw, if it can be computed from a call's inputs alone, or if others are errors."""
+        try:
+            self.require_computable(node, what)
+        except UntraceableError:
+            if name_of(node) != "__bool__" or not _raises_otherwise(value):
+                raise
+            place = "{}:{}".format(*node.meta[LINE])
+            node.op, node.target, node.args = "call_function", require_check, (node.args[0], value, place)
+        else:
+            self.valued.append((node, value))
 
     def require_computable(self, node: fx.Node, what: str) -> None:
         """Raise ``UntraceableError`` if a node cannot be computed from a call's inputs alone."""
@@ -540,6 +560,28 @@ def _users_line() -> tuple[str, int]:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
+
+
+def _raises_otherwise(answer: bool) -> bool:
+    """True if the running code asks for a truth value to raise an error unless it is this one.
+
+    That is ``assert`` and ``if …: raise``, as in the constructors of ``torch.distributions``: Python jumps on the value,
+    and the branch that it does not take leads to ``raise`` in a straight line.
+    """
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0] and frame.f_back is not None:
+        frame = frame.f_back
+    code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
+    jump, *behind = [each for each in code if each.offset >= frame.f_lasti]
+    if not jump.opname.startswith("POP_JUMP"):
+        return False
+    is_taken = ("TRUE" in jump.opname) is answer
+    other = behind if is_taken else [each for each in code if each.offset >= jump.argval]
+    turns = (*dis.hasjrel, *dis.hasjabs)
+    straight = takewhile(
+        lambda each: each.opcode not in turns and not each.opname.startswith(("RETURN", "YIELD")), other
+    )
+    return any(each.opname == "RAISE_VARARGS" for each in straight)
 
 
 def _is_plain(value: Any) -> bool:
