@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,18 +77,40 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
         backward    stage 5 ───► 4 ───► 3 ───► 2 ───► 1          stages 1 and 5 share a weight
                     └──── its gradient waits ────────┘ then is added to the one that exists, and freed
 
-    Where no gradient exists, the sum becomes it, so nothing extra waits.
+    Where no gradient exists, the sum becomes it, so nothing extra waits, see ``_added_gradient_bytes``.
     """
     readers: dict[nn.Parameter, list[int]] = {}
     for number, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            if parameter.requires_grad:
-                readers.setdefault(parameter, []).append(number)
+        for parameter in stage.learning():
+            readers.setdefault(parameter, []).append(number)
     waiting = [0] * len(stages)
     for parameter, numbers in readers.items():
         for number in range(numbers[0] + 1, numbers[-1] + 1):
             waiting[number] += in_blocks(parameter.nbytes, block_bytes)
     return tuple(waiting)
+
+
+def _shared_later(stages: Sequence[Stage]) -> list[dict[int, bool]]:
+    """For each stage, numbers of its parameters that later stages share, and whether one of them alone does."""
+    found, later = list[dict[int, bool]](), Counter[nn.Parameter]()
+    for stage in reversed(stages):
+        learning = stage.learning() if not units_in(stage.modules) else ()  # FSDP hands on what a unit has gathered
+        found.append({n: later[parameter] == 1 for n, parameter in enumerate(learning) if later[parameter]})
+        later.update(learning)
+    return found[::-1]
+
+
+def _added_gradient_bytes(chain: Sequence[_MeasuredStage]) -> list[int]:
+    """For each stage, bytes of gradients that do not stay, as they are added to those that later stages have left."""
+    added, left = list[int](), set[nn.Parameter]()
+    for stage in reversed(chain):
+        profiler, sizes = stage.profiler, stage.found.gradients.parameters
+        measured = dict(zip(profiler.stage.learning(), sizes, strict=False))  # no sizes if nothing learns
+        shared = [list(measured)[number] for number in profiler.shared if number < len(sizes)]
+        added.append(sum(measured[parameter] for parameter in shared if parameter in left))
+        # Sparse ones add up to larger ones.
+        left |= {each for each, size in measured.items() if size == in_blocks(each.nbytes, profiler.meter.block_bytes)}
+    return added[::-1]
 
 
 _log = logging.getLogger(__name__)
@@ -202,14 +225,19 @@ class _MeasuredStage:
     def key(self, layouts: Layouts) -> tuple[Any, ...]:
         """All that its measurement depends on, as a key."""
         profiler, way = self.profiler, self.way
+        shared = tuple(profiler.shared.items())
         runs = profiler.last, profiler.recomputable, len(profiler.state.remembered), way and way.fused
-        return self.identity, profiler.ends, layouts, runs
+        return self.identity, profiler.ends, layouts, shared, runs
 
-    def cost(self, waiting_gradient_bytes: int) -> StageCost:
+    def cost(self, waiting_gradient_bytes: int, added_gradient_bytes: int) -> StageCost:
         """Its costs in the chain, with skips by their numbers there."""
         found, profiler, skips = self.found, self.profiler, self.profiler.ends.skips
         options = (
-            replace(option, saved_skips=tuple(sorted(skips[place] for place in option.saved_skips)))
+            replace(
+                option,
+                saved_skips=tuple(sorted(skips[place] for place in option.saved_skips)),
+                parameter_gradient_bytes=option.parameter_gradient_bytes - added_gradient_bytes,
+            )
             for option in found.cost.options
         )
         return replace(
@@ -239,6 +267,7 @@ class _Measuring:
         self._interlude = interlude(self._device)
         self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
+        self._shared = _shared_later(self.stages)
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
         self._seconds: dict[Any, tuple[StageSeconds, ...]] = {}
@@ -330,6 +359,7 @@ class _Measuring:
             last=number == len(self.stages) - 1,
             recomputable=behaviour.repeatable,
             generators=GeneratorStates(self._device) if behaviour.draws_random else None,
+            shared=self._shared[number],
             **self._how,
         )
         return _MeasuredStage(
@@ -348,7 +378,7 @@ class _Measuring:
         """The chain as measured, and what runs it."""
         waiting = waiting_gradient_bytes(self.stages, self._meter.block_bytes)
         chain = Chain(
-            tuple(map(_MeasuredStage.cost, self._chain, waiting)),
+            tuple(map(_MeasuredStage.cost, self._chain, waiting, _added_gradient_bytes(self._chain))),
             input_bytes=sum(value.size_bytes(self._meter.block_bytes) for value in self._inputs.values()),
             rng_state_bytes=torch.get_rng_state().nbytes if self._device.type == "cpu" else 0,
             segment_seconds=self._segment_seconds,

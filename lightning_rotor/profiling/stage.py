@@ -8,7 +8,7 @@ needs it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
@@ -131,7 +131,7 @@ class Gradients:
     link_bytes: int = 0  # gradients of its link
     skip_bytes: Mapping[int, int] = field(default_factory=dict)  # by place: all of a slice, 0 if another counts it
     layouts: Mapping[int, Layout] = field(default_factory=dict)  # by key, without skips that several tensors show
-    parameter_bytes: int = 0  # gradients of parameters
+    parameters: tuple[int, ...] = ()  # bytes of the gradient of each parameter that learns; 0 if there is none
     given_bytes: int = 0  # gradients of skips that it was given, as far as its peaks count them
 
 
@@ -241,6 +241,7 @@ class StageProfiler:
     boundary: Boundary = NOTHING
     layouts: Layouts = ()  # how later stages leave the gradients that it is given
     before: Snapshot | None = None  # what user code can reach where every run starts
+    shared: Mapping[int, bool] = field(default_factory=dict)  # numbers of parameters of later stages: by one alone?
     gradients_exist: bool = False  # new ones are freed at once, as where autograd adds them to others
     option: int = 0
     way: Way | None = None  # how it is inverted
@@ -377,7 +378,7 @@ class StageProfiler:
             backward_segment_peak_bytes=backward_peak,
             backward_held_peak_bytes=backward_peak,
             input_gradient_bytes=gradients.link_bytes,
-            parameter_gradient_bytes=gradients.parameter_bytes,
+            parameter_gradient_bytes=sum(gradients.parameters),
             needs_exact_output=saved_output > 0,
             forward_seconds=0.0,
             replay_seconds=0.0,
@@ -437,19 +438,26 @@ class StageBackward:
         of_skips = (layout for (_, key), layout in zip(outputs, self._lie, strict=True) if key >= 0)
         self._given_bytes = memory_bytes(of_skips, self._block_bytes)
         self._meter, self._times = profiler.meter, list[Any]()
-        self._root = _GradientSource.apply(self, *(tensor for tensor, _ in outputs)) if outputs else None
         inputs = learning(leaves, ends.inputs)
         self._inputs = [get_gradient_edge(leaf) for leaf, _ in inputs]
         self._keys = [(key, leaf.stride()) for leaf, key in inputs]
-        self._parameters = [parameter for parameter in profiler.stage.parameters() if parameter.requires_grad]
-        self._given_up = self._parameters if profiler.gradients_exist else []
+        self._parameters = profiler.stage.learning()
+        shared = {self._parameters[number]: by_one for number, by_one in profiler.shared.items()}
+        self._given_up = self._parameters if profiler.gradients_exist else list(shared)
+        # To the first gradient, which may be a view, autograd adds the second in a new tensor; to that sum in place.
+        self._unsummed = [parameter for parameter, by_one in shared.items() if by_one]
+        sources = *(tensor for tensor, _ in outputs), *self._unsummed
+        self._root = _GradientSource.apply(self, *sources) if outputs else None
 
     def given(self) -> list[torch.Tensor]:
-        """The gradients of its outputs, made now. Then its time begins: making them is another stage's in training."""
+        """The gradients of its outputs, made now. Then its time begins: making them is another stage's in training.
+
+        Those that wait for this stage's come first, too, and take no memory here.
+        """
         memories = {**self._elsewhere}
         gradients = [layout.ones(memories) for layout in self._lie]
         self._times.append(self._meter.now())
-        return gradients
+        return [*gradients, *(parameter.detach() for parameter in self._unsummed)]
 
     @property
     def seconds(self) -> float:
@@ -489,23 +497,23 @@ class StageBackward:
             link_bytes=memory_bytes(link, self._block_bytes),
             skip_bytes={key: memory_bytes(each, self._block_bytes) for key, each in by_key.items() if key >= 0},
             layouts={key: layouts[0] for key, layouts in by_key.items() if len(layouts) == 1},
-            parameter_bytes=self._parameter_bytes(gradients[len(self._inputs) :]),
+            parameters=tuple(self._parameter_bytes(gradients[len(self._inputs) :])),
             given_bytes=self._given_bytes,
         )
 
-    def _parameter_bytes(self, gradients: Sequence[torch.Tensor | None]) -> int:
-        return sum(
-            # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
-            in_blocks(parameter.nbytes, self._block_bytes)
-            if gradient.layout == torch.strided
-            else bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
-            for parameter, gradient in zip(self._parameters, gradients, strict=True)
-            if gradient is not None
-        )
+    def _parameter_bytes(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[int]:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            if gradient is None:
+                yield 0
+            elif gradient.layout == torch.strided:
+                # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
+                yield in_blocks(parameter.nbytes, self._block_bytes)
+            else:
+                yield bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
 
 
 class _GradientSource(torch.autograd.Function):
-    """A tensor without elements whose backward allocates the gradient of each output, as later stages' would."""
+    """A tensor without elements whose backward gives what later stages' would: gradients of outputs and of parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: StageBackward, *outputs: torch.Tensor) -> torch.Tensor:

@@ -181,6 +181,10 @@ class Stage:
         """Parameters of the stage, each once."""
         yield from dict.fromkeys(parameter for module in self.modules for parameter in module.parameters())
 
+    def learning(self) -> list[nn.Parameter]:
+        """Parameters that require gradients, each once."""
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
     def calls(self) -> Iterator[nn.Module]:
         """The user's modules that it calls by itself, each once."""
         yield from dict.fromkeys(each for module in self.modules for each in getattr(module, _CALLED, (module,)))
