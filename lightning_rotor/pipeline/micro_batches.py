@@ -37,13 +37,6 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""
 
 
-def call_with(sample: Any) -> Call:
-    """A call with a sample: a tuple for several arguments, a dict for keywords."""
-    if isinstance(sample, dict):
-        return (), sample
-    return sample if isinstance(sample, tuple) else (sample,), {}
-
-
 def rows_in(batch: Any) -> int:
     """Number of samples in a batch: the size of dimension 0 of its tensors."""
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()))

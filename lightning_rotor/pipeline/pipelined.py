@@ -21,7 +21,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.budget import resolve_limit
-from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, rows_in, split
+from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.partition.solve import counted_in_stages
@@ -30,7 +30,6 @@ from lightning_rotor.pipeline.placement import (
     Placement,
     bytes_around,
     first,
-    gathered,
     kept_bytes,
     processes_with,
     share_start,
@@ -39,8 +38,9 @@ from lightning_rotor.pipeline.placement import (
 from lightning_rotor.pipeline.runner import Cut, Part, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
+from lightning_rotor.planned.loop import told_by_all
 from lightning_rotor.private.torch_names import sent_outputs_linger
-from lightning_rotor.private.values import tensors_in, tree_map_only
+from lightning_rotor.private.values import call_with, tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import Stage
@@ -149,10 +149,10 @@ def _partition(
     """The partition of the very first process, or its error on every process."""
     mine = [stage.keep.seconds for stage in profile.chain]
     if processes.replicas is not None:  # the slowest and the smallest count, since all wait for them
-        mine = [max(each) for each in zip(*gathered(mine, processes.replicas), strict=True)]
-        memory_bytes = None if memory_bytes is None else min(gathered(memory_bytes, processes.replicas))
-    speeds = speeds_beside_first(gathered(mine, processes.group))
-    memory = [None if each is None else max(each, 0) for each in gathered(memory_bytes, processes.group)]
+        mine = [max(each) for each in zip(*told_by_all(mine, processes.replicas), strict=True)]
+        memory_bytes = None if memory_bytes is None else min(told_by_all(memory_bytes, processes.replicas))
+    speeds = speeds_beside_first(told_by_all(mine, processes.group))
+    memory = [None if each is None else max(each, 0) for each in told_by_all(memory_bytes, processes.group)]
     answer: Partition | RotorError | None = None
     if dist.get_rank() == 0:
         try:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_rotor.errors import RotorError
 from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.planned.loop import told_by_all
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
@@ -60,16 +61,9 @@ def first(value: Any, group: dist.ProcessGroup | None = None, *, source: int = 0
     return box[0]
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """By process, its value."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
-
-
 def processes_with(found: bool, group: dist.ProcessGroup | None = None) -> list[int]:
     """Numbers of the processes that have found something."""
-    return [process for process, each in enumerate(gathered(found, group)) if each]
+    return [process for process, each in enumerate(told_by_all(found, group)) if each]
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:

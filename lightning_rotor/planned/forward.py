@@ -37,7 +37,7 @@ from lightning_rotor.private.torch_names import (
     outside_of_graphs,
     shares_weights,
 )
-from lightning_rotor.private.values import check_sample, tree_leaves, uncounted_copy
+from lightning_rotor.private.values import call_with, check_sample, tree_leaves, uncounted_copy
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
@@ -320,11 +320,8 @@ class PlannedForward:
         dict keyword arguments, as in Lightning's ``example_input_array``.
         """
         check_sample(sample)
-        args, kwargs = sample if isinstance(sample, tuple) else (sample,), {}
-        if type(self._module).forward is nn.Sequential.forward:
-            args = (sample,)
-        elif isinstance(sample, dict):
-            args, kwargs = (), sample
+        is_sequential = type(self._module).forward is nn.Sequential.forward
+        args, kwargs = call_with((sample,) if is_sequential else sample)
         with _training_mode(self._module):
             return self.plans.measure(*self.plans.bind(args, kwargs)).profile
 

@@ -86,7 +86,7 @@ class JointPlans(Agreement):
         told: Any = outcome
         if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
             told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
-        outcomes = _told_by_all(told, self._group)
+        outcomes = told_by_all(told, self._group)
         if failures := [told for told in outcomes if isinstance(told, BudgetError)]:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
@@ -95,7 +95,7 @@ class JointPlans(Agreement):
         settled = _under(outcome, max(outcomes)[1])
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
         excess_bytes = math.inf if settled is None else settled.peak_bytes - settled.budget_bytes
-        most_bytes = max(_told_by_all(excess_bytes, self._group))
+        most_bytes = max(told_by_all(excess_bytes, self._group))
         if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
@@ -105,7 +105,8 @@ class JointPlans(Agreement):
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
 
-def _told_by_all(told: Told, group: Any = None) -> list[Told]:
+def told_by_all(told: Told, group: Any = None) -> list[Told]:
+    """What each process of a group, by default of all, says; in their order. Each waits for the others."""
     heard = [told] * dist.get_world_size(group)
     dist.all_gather_object(heard, told, group=group)
     return heard
@@ -279,7 +280,7 @@ class TrainingLoop(Protocol):
 
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""
-        return [told] if self.processes == 1 else _told_by_all(told)
+        return [told] if self.processes == 1 else told_by_all(told)
 
     def warn(self, message: str) -> None:
         """Tell the user, once for all processes."""

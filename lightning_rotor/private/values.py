@@ -203,6 +203,13 @@ def check_sample(sample: Any) -> None:
             )
 
 
+def call_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with a sample: a tuple for several, a dict for keywords."""
+    if isinstance(sample, dict):
+        return (), sample
+    return sample if isinstance(sample, tuple) else (sample,), {}
+
+
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
     tensor = tensor.detach()

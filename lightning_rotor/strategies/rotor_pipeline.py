@@ -31,8 +31,9 @@ from typing_extensions import override
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.execution.passes import Settings, is_recomputing
+from lightning_rotor.invertible.layers import accumulate
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
-from lightning_rotor.pipeline.micro_batches import Call, call_with, join, largest_part, mean_by_rows, rows_in
+from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import (
@@ -51,7 +52,7 @@ from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleNam
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions, current, never_called
 from lightning_rotor.planned.modules import Target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.private.values import tree_map_only
+from lightning_rotor.private.values import call_with, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import parse_limit
@@ -463,10 +464,11 @@ def _train(
             dist.all_reduce(parameter.grad, group=replicas)
             parameter.grad.div_(dist.get_world_size(replicas))
     made = _taken(apart)
-    _add(apart, before)
+    if not anew:
+        accumulate(apart, before)
     with context():  # Lightning makes what adds up an epoch in the default dtype
         logs.write()
-    whole = _deferred(loss, 1 / accumulated, partial(_add, apart, made))
+    whole = _deferred(loss, 1 / accumulated, partial(accumulate, apart, made))
     if not isinstance(results[0], Mapping):
         return whole
     rest_of = [{key: value for key, value in result.items() if key != "loss"} for result in results]
@@ -479,13 +481,6 @@ def _taken(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     for parameter in parameters:
         parameter.grad = None
     return gradients
-
-
-def _add(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients, of all parameters or none, to those that are there."""
-    for parameter, gradient in zip(parameters, gradients, strict=False):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
 def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None]) -> torch.Tensor:
