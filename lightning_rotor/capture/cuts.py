@@ -24,7 +24,7 @@ from lightning_rotor.capture.size_guards import first_difference, line_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
-from lightning_rotor.private.sharding import Unit, units_below, units_in, wrapped_by_fsdp1
+from lightning_rotor.private.sharding import Unit, units_below, units_in
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.stages.sequential import Stage, sequential_members, sequential_stages, wiring_of
@@ -402,7 +402,7 @@ def _has_layers(stage: Stage) -> bool:
 def check_module(module: nn.Module) -> None:
     """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
-    if wrapped := wrapped_by_fsdp1(module):
+    if wrapped := units_below(module, "FullyShardedDataParallel"):
         raise ModelError(
             f"{name} holds modules that FullyShardedDataParallel wraps (the first is {wrapped[0]!r}), which gathers "
             "parameters in a way that cannot be measured or planned: expected units of fully_shard (FSDP2, "

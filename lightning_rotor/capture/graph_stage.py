@@ -190,7 +190,8 @@ class GraphSlice(nn.Module):
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
         last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
-        kept = dict.fromkeys(_nodes_in(outputs))
+        kept: dict[fx.Node, None] = {}
+        fx.node.map_arg(outputs, kept.setdefault)
         for node in _with_reads(nodes, kept):
             if is_constant(node):
                 self._constants.append(node.meta[OF])
@@ -304,12 +305,6 @@ def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.No
     inside = set(nodes)
     ordered = (each for node in nodes for each in (*node.all_input_nodes, node))
     return dict.fromkeys(each for each in (*ordered, *kept) if each in inside or each.op == "get_attr")
-
-
-def _nodes_in(*values: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(values, found.append)
-    return found
 
 
 def look_of(value: Any) -> Any:

@@ -128,19 +128,14 @@ class SizeGuards:
 
     def include(self, newer: SizeGuards) -> None:
         """Hold also where the guards of a newer recording do, which has the same operations."""
-        if not self._ask_the_same(newer):
+        pairs = (self._values, newer._values), (self._sizes, newer._sizes)
+        if any((mine.operations, mine.reads) != (theirs.operations, theirs.reads) for mine, theirs in pairs):
             vars(self).update(vars(newer))
             return
         self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
         self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
         self._read.update(newer._read)
         self._recorded += newer._recorded
-
-    def _ask_the_same(self, other: SizeGuards) -> bool:
-        return all(
-            mine.operations == theirs.operations and mine.reads == theirs.reads
-            for mine, theirs in ((self._values, other._values), (self._sizes, other._sizes))
-        )
 
 
 def _kind(signature: Signature) -> list[Any]:

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_rotor.errors import ExecutionError, InverseError, RotorWarning
 from lightning_rotor.execution.passes import (
@@ -83,23 +83,26 @@ def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Ten
     if not (roots and learning):
         return [None for _ in inputs]
     edges, gradients = zip(*roots, strict=True)
-    _require_no_other_leaves([edge.node for edge in edges], learning, name)
+    known = set(map(id, learning))
+    leaves = (getattr(node, "variable", None) for node in graph_behind(edge.node for edge in edges))
+    other = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in known), None)
+    if other is not None:
+        raise ExecutionError(
+            f"{name!r} uses a tensor of shape {tuple(other.shape)} that requires a gradient and is neither its "
+            "input nor one of its parameters: expected no other, for its gradient would be lost. Give it as "
+            "an input (in a tuple), or register it"
+        )
     found = iter(torch.autograd.grad(edges, learning, gradients, allow_unused=True))
     return [next(found) if tensor.requires_grad else None for tensor in inputs]
 
 
-def _require_no_other_leaves(pending: list[Any], known: Tensors, name: str) -> None:
-    numbers = {id(tensor) for tensor in known}
+def graph_behind(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Some nodes of autograd's graph, and all that a backward from there goes on to, each once."""
+    pending = [*dict.fromkeys(nodes)]
     seen = set(pending)
     while pending:
         node = pending.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
-            raise ExecutionError(
-                f"{name!r} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is neither its "
-                "input nor one of its parameters: expected no other, for its gradient would be lost. Give it as "
-                "an input (in a tuple), or register it"
-            )
+        yield node
         fresh = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= fresh
         pending.extend(fresh)

@@ -28,17 +28,8 @@ from torch import nn
 from lightning_rotor.private.torch_names import backward_number
 
 
-def wrapped_by_fsdp1(module: nn.Module) -> list[str]:
-    """Names of the modules below a module that ``FullyShardedDataParallel`` wraps."""
-    return _names_of("FullyShardedDataParallel", module)
-
-
-def units_below(module: nn.Module) -> list[str]:
-    """Names of the modules below a module that ``fully_shard`` was called on, itself excluded."""
-    return _names_of("FSDPModule", module)
-
-
-def _names_of(kind: str, module: nn.Module) -> list[str]:
+def units_below(module: nn.Module, kind: str = "FSDPModule") -> list[str]:
+    """Names of the modules below a module that ``fully_shard`` was called on, or that are of another class of FSDP."""
     return [name for name, each in module.named_modules() if name and isinstance(each, _class(kind))]
 
 

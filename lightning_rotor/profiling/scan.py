@@ -20,6 +20,7 @@ from torch import nn
 from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
+from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.sharding import gathered, units_in
@@ -285,12 +286,7 @@ def _look(
 
 def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
     """True if an RReLU made these outputs: it saves its noise, where a recomputation may end, before it draws it."""
-    seen = {output.grad_fn for output in outputs}
-    nodes = [node for node in seen if node is not None]
-    for node in nodes:
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
-        seen |= following
-        nodes += following
+    nodes = graph_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
     return any(node.name().startswith("Rrelu") for node in nodes)
 
 

@@ -316,11 +316,11 @@ def _lost(tensor: torch.Tensor) -> ExecutionError:
 
 
 class Kind(NamedTuple):
-    """How to compare what something holds, to make it hold that again, and which values are in it."""
+    """How to compare what something holds, to make it hold that again, and which values are in it to be followed."""
 
     same: Callable[[Any, Any], bool]
     write: Callable[[Any, Any], None]
-    values: Callable[[Any], Iterable[Any]]
+    values: Callable[[Any], Iterable[Any]] = lambda _: ()
     read: Callable[[Any, str], Any] = getattr
 
     def put(self, owner: Any, then: Any) -> None:
@@ -411,21 +411,13 @@ def slot(owner: Any, name: str) -> Any:
     return getattr(owner, name, ABSENT)
 
 
-def _nothing(_: Any) -> Iterable[Any]:
-    return ()
-
-
 _DICT = Kind(_same_entries, _write_entries, dict.values)
 _NAMESPACE = Kind(_same_entries, _write_names, dict.values)
-_TENSORS = Kind(_same_entries, _write_entries, _nothing)
+_TENSORS = Kind(_same_entries, _write_entries)
 _LIST = Kind(_same_list, _write_list, iter)
-_SET = Kind(lambda now, then: set(now) == then, _write_set, _nothing)
-_ARRAY = Kind(
-    lambda now, then: bool(now.tobytes() == then.tobytes()), lambda now, then: now.__setitem__(..., then), _nothing
-)
-_BYTES = Kind(
-    lambda now, then: bytes(now) == bytes(then), lambda now, then: now.__setitem__(slice(None), then), _nothing
-)
+_SET = Kind(lambda now, then: set(now) == then, _write_set)
+_ARRAY = Kind(lambda now, then: bool(now.tobytes() == then.tobytes()), lambda now, then: now.__setitem__(..., then))
+_BYTES = Kind(lambda now, then: bytes(now) == bytes(then), lambda now, then: now.__setitem__(slice(None), then))
 ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
 CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
