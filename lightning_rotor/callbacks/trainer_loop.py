@@ -24,17 +24,15 @@ from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
 from lightning_rotor.planned.modules import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.private.lightning_names import compiled_whole
 from lightning_rotor.private.torch_names import outside_of_graphs
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.snapshot import PLAIN
 
 # ------------- A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.device, torch.dtype)
-
 
 def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
-    if compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
+    if private.compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
     module.__dict__.update(
@@ -91,7 +89,7 @@ class _TrainerStandIn:
 
 
 def _harmless(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
@@ -142,7 +140,7 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         self.model, self.trainer = model, trainer
-        self.is_compiled = compiled_whole(model) is not None
+        self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank

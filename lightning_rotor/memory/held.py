@@ -184,15 +184,6 @@ def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) 
     return [str(device), settings, parameters, [len(each) for each in optimizer.state.values()]]
 
 
-def _bytes_after_next_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
-    try:
-        with without_trace():
-            return _bytes_after_dry_step(optimizer, device)
-    except Exception as error:  # whatever a step does that was written for real tensors
-        _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
-    return 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
-
-
 def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
     """Parameters on a device that get a gradient in a backward."""
     return [
@@ -210,16 +201,20 @@ def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str
     return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
 
 
-def _bytes_after_dry_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+def _bytes_after_next_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
     mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    stand_ins = {id(parameter): _stand_in(parameter, mode) for parameter in parameters}
-    clone = _copy(optimizer, mode, stand_ins)
-    with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
-        _take_step(clone)
-    return optimizer_state_bytes(clone, device)
+    try:
+        with without_trace():
+            clone = _copy(optimizer, mode, {id(parameter): _stand_in(parameter, mode) for parameter in parameters})
+            with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
+                _take_step(clone)
+            return optimizer_state_bytes(clone, device)
+    except Exception as error:  # whatever a step does that was written for real tensors
+        _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
+    return 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
 
 
 def _stand_in(parameter: torch.Tensor, mode: private.FakeTensorMode) -> nn.Parameter:

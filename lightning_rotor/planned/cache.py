@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.plan import from_plain
+from lightning_rotor.planning.plan import from_plain, with_tuples
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
@@ -392,7 +393,7 @@ def record_of(call: str, prepared: Prepared) -> Record:
         "call": call,
         "group_sizes": list(profile.group_sizes),
         "remembered": profile.remembered,
-        "chain": _with_sequences(asdict(profile.chain), list),
+        "chain": json.loads(json.dumps(asdict(profile.chain))),  # with lists in the place of tuples
     }
     if plan is not None:
         record["plan"] = plan.to_plain() | {"solve_seconds": plan.solve_seconds}
@@ -410,7 +411,7 @@ def recalled(record: Record, stages: Sequence[Stage]) -> Prepared | None:
 
 
 def _chain(record: Record) -> Chain:
-    record = _with_sequences(record, tuple)
+    record = with_tuples(record)
     stages = (StageCost(**{**stage, "options": tuple(map(_option, stage["options"]))}) for stage in record["stages"])
     return Chain(**{**record, "stages": tuple(stages), "skips": tuple(Skip(**skip) for skip in record["skips"])})
 
@@ -418,13 +419,6 @@ def _chain(record: Record) -> Chain:
 def _option(record: Record) -> Option:
     peaks = record["accumulating"]
     return Option(**{**record, "accumulating": None if peaks is None else BackwardPeaks(**peaks)})
-
-
-def _with_sequences(value: Any, kind: type[list[Any]] | type[tuple[Any, ...]]) -> Any:
-    """The value with all lists and tuples in it of one kind."""
-    if isinstance(value, dict):
-        return {key: _with_sequences(item, kind) for key, item in value.items()}
-    return kind(_with_sequences(item, kind) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _digest(value: object) -> str:

@@ -215,7 +215,7 @@ def plan_for(plan: Plan, chain: Chain) -> Plan:
 
 def _moved(what: object, content: Mapping[str, Any], chain: Chain) -> Plan:
     """The plan that :meth:`Plan.save` writes, on a chain; a PlanError if it is another's, or takes too much there."""
-    stages = [StageIdentity(**{key: _as_tuple(stage[key]) for key in stage}) for stage in content["stages"]]
+    stages = [StageIdentity(**with_tuples(stage)) for stage in content["stages"]]
     if content["fingerprint"] != chain.fingerprint:
         difference = _difference(stages, content["device"], chain)
         raise PlanError(f"{what} was made for something else: {difference}. Plan for this model and input anew")
@@ -228,9 +228,11 @@ def _moved(what: object, content: Mapping[str, Any], chain: Chain) -> Plan:
     return plan
 
 
-def _as_tuple(value: Any) -> Any:
-    """JSON's lists as tuples, at any depth."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+def with_tuples(value: Any) -> Any:
+    """A value from a file with tuples in the place of lists, at any depth."""
+    if isinstance(value, dict):
+        return {key: with_tuples(item) for key, item in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> str:

@@ -405,8 +405,6 @@ def allocation_of(event: Any) -> Any | None:
 @cache
 def sent_outputs_linger() -> bool:
     """True if torch's schedules hold on to sent outputs: up to torch 2.14. From 2.15 on they tell the stage."""
-    if not torch.distributed.is_available():
-        return True
     from torch.distributed.pipelining import PipelineStage
 
     return not hasattr(PipelineStage, "release_fwd_send_outputs")
