@@ -20,7 +20,7 @@ from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_secon
 from lightning_rotor.planning.dynamic_program import Table, schedule_at
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.report import draw_chain, plot_timeline
-from lightning_rotor.report.timeline import INVERSION_COLOURS, INVERSION_LABEL
+from lightning_rotor.report.timeline import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from tests.optimum import Optimum
@@ -188,7 +188,7 @@ def test_drawing_and_timeline_show_inverted_stages_as_such() -> None:
     assert ">&#160;inverted&#160;<" not in draw_chain(chain)
     simulation = simulate(chain, schedule)
     figure = plot_timeline(Plan(chain, schedule, simulation.peak_bytes, simulation, 0.0))
-    assert INVERSION_LABEL in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert "inversion" in [text.get_text() for text in figure.legends[0].get_texts()]
     bars = [patch for patch in figure.axes[1].patches if to_hex(patch.get_facecolor()) == INVERSION_COLOURS[0]]
     assert sorted(round(bar.get_y() + bar.get_height() / 2) for bar in bars) == [4, 5, 6]
     assert not any(event.inverts for event in simulate(chain, Schedule.keep_all(8)).events)

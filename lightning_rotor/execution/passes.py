@@ -393,10 +393,8 @@ class FirstPass:
         self.state, self._device = state, device
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
-        self.read = TensorsRead((), state.spell)
         self._watched: tuple[Snapshot, Observers] | None = None  # where there are attributes of users, or hooks
         self._settings = Settings()
-        self._layers = LayerSettings(())
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ The peak is the largest sum over all actions, so it is exact where these loads a
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -83,7 +82,7 @@ class PipelineEvent:
     after_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PipelineSimulation:
     """One step of a pipeline."""
 
@@ -91,21 +90,12 @@ class PipelineSimulation:
     events: tuple[tuple[PipelineEvent, ...], ...]
     peak_bytes: tuple[int, ...]
 
-    @cached_property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """By device, seconds of work."""
-        return tuple(sum(each.end_seconds - each.start_seconds for each in events) for events in self.events)
-
     @property
     def bubble(self) -> float:
         """Part of all devices' time spent waiting: 0.25 is a quarter."""
         total = self.seconds * len(self.events)
-        return 1 - sum(self.busy_seconds) / total if total else 0.0
-
-    @property
-    def recompute_seconds(self) -> float:
-        """Seconds of recomputation on all devices."""
-        return sum(each.recompute_seconds for events in self.events for each in events)
+        busy = sum(each.end_seconds - each.start_seconds for events in self.events for each in events)
+        return 1 - busy / total if total else 0.0
 
 
 def simulate_pipeline(

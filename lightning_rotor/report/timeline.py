@@ -25,7 +25,6 @@ PHASE_COLOURS: dict[Phase, tuple[str, str]] = {
     "backward": ("#66A998", "#C7E0D9"),
 }
 INVERSION_COLOURS = ("#332288", "#B8B2D6")
-INVERSION_LABEL = "inversion"
 PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
 _LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 _LIMIT_COLOUR, _PLAIN_COLOUR = "#CC3311", "#555555"
@@ -198,7 +197,7 @@ def _draw_phases(axes: Axes, events: Sequence[Event], duration: float, size: int
 def _look(event: Event) -> tuple[str, str, str]:
     """What the legend calls an operation, and its colours, full and pale."""
     if event.inverts:
-        return INVERSION_LABEL, *INVERSION_COLOURS
+        return "inversion", *INVERSION_COLOURS
     return PHASE_LABELS[event.phase], *PHASE_COLOURS[event.phase]
 
 
