@@ -345,23 +345,6 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
     return size_bytes
 
 
-def process_limit_bytes(
-    limit: MemoryLimit | None,
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    batch: Iterable[torch.Tensor],
-    device: torch.device,
-    *,
-    sharing: int = 1,
-) -> int:
-    """A user's limit, on a GPU no more than for None: what training has, and a share of what is usable."""
-    limit_bytes = None if limit is None else resolve_limit(limit, device)
-    if limit_bytes is not None and device.type != "cuda":
-        return limit_bytes
-    available_bytes = usable_bytes(device) // sharing + allocated_bytes(model, optimizers, batch, device)
-    return available_bytes if limit_bytes is None else min(limit_bytes, available_bytes)
-
-
 def take_workspaces(device: torch.device) -> None:
     """Let cuBLAS take the workspaces that it keeps for each thread: the forward's, and autograd's for a GPU."""
     if device.type == "cuda":

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorError, RotorWarning, ScheduleError
-from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, process_limit_bytes
+from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
@@ -290,9 +290,14 @@ class TrainingLoop(Protocol):
     # ---------------------------------------------------------------- memory
 
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
-        """A user's limit as this process sees it."""
-        sharing = self.local_processes if self.device().type == "cpu" else 1
-        return process_limit_bytes(limit, self.model, self.optimizers(), batch, self.device(), sharing=sharing)
+        """A user's limit, on a GPU no more than for None: what this process has, and its share of what is usable."""
+        device = self.device()
+        limit_bytes = None if limit is None else resolve_limit(limit, device)
+        if limit_bytes is not None and device.type != "cuda":
+            return limit_bytes
+        usable = usable_bytes(device) // (self.local_processes if device.type == "cpu" else 1)
+        available_bytes = usable + allocated_bytes(self.model, self.optimizers(), batch, device)
+        return available_bytes if limit_bytes is None else min(limit_bytes, available_bytes)
 
     def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
         """What the process holds besides the activations of a module: what is there, and what will be."""
