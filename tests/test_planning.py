@@ -373,7 +373,7 @@ def test_budget_that_is_no_positive_integer_is_refused(budget: object) -> None:
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True])
 def test_slots_that_are_no_positive_integer_are_refused(slots: object) -> None:
     with pytest.raises(ValueError, match=r"slots is .*: expected a positive integer"):
-        Solver(uniform_chain(3), slots=slots)  # type: ignore[arg-type]
+        plan(uniform_chain(3), 10**6, slots=slots)  # type: ignore[arg-type]
 
 
 def test_plan_survives_pickling() -> None:

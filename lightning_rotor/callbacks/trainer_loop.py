@@ -71,11 +71,8 @@ class Silence:
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
-    def _ignore(self, *_: Any) -> None:
-        return None
-
     __getitem__ = __enter__ = __call__
-    __setitem__ = __exit__ = _ignore
+    __setitem__ = __exit__ = lambda *_: None
 
 
 class _TrainerStandIn:

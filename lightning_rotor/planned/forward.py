@@ -322,8 +322,19 @@ class PlannedForward:
         check_sample(sample)
         is_sequential = type(self._module).forward is nn.Sequential.forward
         args, kwargs = call_with((sample,) if is_sequential else sample)
-        with _training_mode(self._module):
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            raise ProfilingError(
+                "costs are those of training: expected gradients to be enabled, but this runs under no_grad or "
+                "inference_mode"
+            )
+        modes = [(module, module.training) for module in self._module.modules()]
+        if not self._module.training:
+            self._module.train()
+        try:
             return self.plans.measure(*self.plans.bind(args, kwargs)).profile
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
 
 def _is_like(value: Any, signature: Signature) -> bool:
@@ -335,23 +346,6 @@ def _is_like(value: Any, signature: Signature) -> bool:
         and tuple([(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")])
         == signature.autocast
     )
-
-
-@contextmanager
-def _training_mode(root: nn.Module) -> Iterator[None]:
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise ProfilingError(
-            "costs are those of training: expected gradients to be enabled, but this runs under no_grad or "
-            "inference_mode"
-        )
-    modes = [(module, module.training) for module in root.modules()]
-    if not root.training:
-        root.train()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def inactive() -> PlannedForward:

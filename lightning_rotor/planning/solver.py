@@ -96,14 +96,10 @@ def _solver(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
     """At least ``slots``, and more for short chains, where they cost next to nothing."""
-    _require_slots(slots)
-    affordable = min(_CHEAP_SUMS / (stages**3 / 6), _CHEAP_NUMBERS / stages**2, _MOST_SLOTS)
-    return max(slots, int(affordable))
-
-
-def _require_slots(slots: object) -> None:
     if not is_positive_integer(slots):
         raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
+    affordable = min(_CHEAP_SUMS / (stages**3 / 6), _CHEAP_NUMBERS / stages**2, _MOST_SLOTS)
+    return max(slots, int(affordable))
 
 
 class Solver:
@@ -114,7 +110,6 @@ class Solver:
     """
 
     def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
-        _require_slots(slots)
         self.chain = chain
         self._slots = slots
         self._step = step
@@ -490,7 +485,7 @@ class Candidates:
 
 
 def _frontier_of_plan(plan: Plan) -> Frontier:
-    solver = Solver(plan.chain, slots=plan.slots, **plan.conditions)
+    solver = Solver(plan.chain, slots=fine_slots(len(plan.chain), plan.slots), **plan.conditions)
     return frontier_of(solver, budget_bytes=plan.budget_bytes)
 
 

@@ -381,7 +381,9 @@ class _Case:
             resident = ResidentMemory.of(model, model, _optimizers_for(model, options.optimizer), batch, device)
         if kind != "meta":
             return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
-        accelerator = _accelerator(options)
+        given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
+        described = {name: value for name, value in given.items() if value is not None}
+        accelerator = replace(GPUS[options.gpu or _DEFAULT_GPU], **described)
         total = accelerator.memory_bytes
         budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
         return cls(options, model, accelerator, budget, resident, floating, mixed)
@@ -421,12 +423,6 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
     make = _model_maker(options.model, dict(options.model_arguments))
     model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
     return model.to(floating) if floating is not None else model
-
-
-def _accelerator(options: Namespace) -> Accelerator:
-    given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
-    described = {name: value for name, value in given.items() if value is not None}
-    return replace(GPUS[options.gpu or _DEFAULT_GPU], **described)
 
 
 # -------------------------------------------------------------------- the answer
