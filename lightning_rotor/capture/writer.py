@@ -521,7 +521,7 @@ class GraphWriter:
         self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
 
     def guard(self, node: fx.Node, value: Any, what: str) -> None:
-        """Remember a value that the code saw, if it can be computed from a call's inputs alone, or if others are errors."""
+        """Remember a value that the code saw: one from a call's inputs alone, or one that is checked where it is."""
         try:
             self.require_computable(node, what)
         except UntraceableError:
@@ -565,11 +565,11 @@ def _users_line() -> tuple[str, int]:
 def _raises_otherwise(answer: bool) -> bool:
     """True if the running code asks for a truth value to raise an error unless it is this one.
 
-    That is ``assert`` and ``if …: raise``, as in the constructors of ``torch.distributions``: Python jumps on the value,
+    That is ``assert`` and ``if …: raise``, as in constructors of ``torch.distributions``: Python jumps on the value,
     and the branch that it does not take leads to ``raise`` in a straight line.
     """
-    frame = sys._getframe(1)
-    while frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0] and frame.f_back is not None:
+    frame, package = sys._getframe(1), __name__.partition(".")[0]
+    while frame.f_globals.get("__name__", "").startswith(package) and frame.f_back is not None:
         frame = frame.f_back
     code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
     jump, *behind = [each for each in code if each.offset >= frame.f_lasti]
@@ -577,11 +577,8 @@ def _raises_otherwise(answer: bool) -> bool:
         return False
     is_taken = ("TRUE" in jump.opname) is answer
     other = behind if is_taken else [each for each in code if each.offset >= jump.argval]
-    turns = (*dis.hasjrel, *dis.hasjabs)
-    straight = takewhile(
-        lambda each: each.opcode not in turns and not each.opname.startswith(("RETURN", "YIELD")), other
-    )
-    return any(each.opname == "RAISE_VARARGS" for each in straight)
+    turns = {dis.opname[number] for number in (*dis.hasjrel, *dis.hasjabs)} | {"RETURN_VALUE", "RETURN_CONST"}
+    return any(each.opname == "RAISE_VARARGS" for each in takewhile(lambda each: each.opname not in turns, other))
 
 
 def _is_plain(value: Any) -> bool:

@@ -106,8 +106,7 @@ def _added_gradient_bytes(chain: Sequence[_MeasuredStage]) -> list[int]:
     for stage in reversed(chain):
         profiler, sizes = stage.profiler, stage.found.gradients.parameters
         measured = dict(zip(profiler.stage.learning(), sizes, strict=False))  # no sizes if nothing learns
-        shared = [list(measured)[number] for number in profiler.shared if number < len(sizes)]
-        added.append(sum(measured[parameter] for parameter in shared if parameter in left))
+        added.append(sum(size for each, size in measured.items() if each in left) if profiler.shared else 0)
         # Sparse ones add up to larger ones.
         left |= {each for each, size in measured.items() if size == in_blocks(each.nbytes, profiler.meter.block_bytes)}
     return added[::-1]

@@ -513,7 +513,7 @@ class StageBackward:
 
 
 class _GradientSource(torch.autograd.Function):
-    """A tensor without elements whose backward gives what later stages' would: gradients of outputs and of parameters."""
+    """A tensor without elements whose backward gives what later stages' would, for outputs and shared parameters."""
 
     @staticmethod
     def forward(ctx: Any, run: StageBackward, *outputs: torch.Tensor) -> torch.Tensor:
