@@ -130,7 +130,7 @@ def test_a_large_chain_is_cut_optimally(schedule):
         schedule=schedule,
     )
     assert found.gap < 0.01
-    assert found.simulation.recompute_seconds > 0
+    assert any(each.recompute_seconds > 0 for events in found.simulation.events for each in events)
 
 
 def test_many_unlike_stages_are_cut_with_a_small_gap():
