@@ -568,8 +568,8 @@ def _raises_otherwise(answer: bool) -> bool:
     That is ``assert`` and ``if …: raise``, as in constructors of ``torch.distributions``: Python jumps on the value,
     and the branch that it does not take leads to ``raise`` in a straight line.
     """
-    frame, package = sys._getframe(1), __name__.partition(".")[0]
-    while frame.f_globals.get("__name__", "").startswith(package) and frame.f_back is not None:
+    frame, ours = sys._getframe(1), f"{__name__.partition('.')[0]}."
+    while frame.f_globals.get("__name__", "").startswith(ours) and frame.f_back is not None:
         frame = frame.f_back
     code = [each for each in dis.get_instructions(frame.f_code) if each.opname != "TO_BOOL"]
     jump, *behind = [each for each in code if each.offset >= frame.f_lasti]
