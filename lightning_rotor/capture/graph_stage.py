@@ -17,8 +17,7 @@ from torch import Size, fx, nn
 
 from lightning_rotor.capture.operations import CONSTANTS
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.private.torch_names import FakeTensor
-from lightning_rotor.private.values import flatten
+from lightning_rotor.private.values import flatten, is_fake
 
 OF = "of"
 """Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
@@ -95,7 +94,7 @@ def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
 
 def require_check(condition: torch.Tensor, answer: bool, place: str) -> None:
     """Raise ``ExecutionError`` if the forward itself would raise an error, as an ``assert`` does. Fake tensors pass."""
-    if not isinstance(condition, FakeTensor) and bool(condition) is not answer:
+    if not is_fake(condition) and bool(condition) is not answer:
         raise ExecutionError(
             f"the check at {place} has failed: expected values that pass it. Call the module without a plan to see its "
             "own error; where the code around it goes on after that error, switch the check off or plan submodules"

@@ -324,7 +324,7 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
     with kept_attributes(stage), lent_buffers(stage) as slots:
         value = profiler.boundary.fresh()
         learning = [get_gradient_edge(leaf) for leaf in tensors_in(value) if leaf.requires_grad]
-        learning += [get_gradient_edge(parameter) for parameter in stage.parameters() if parameter.requires_grad]
+        learning += map(get_gradient_edge, stage.learning())
         outputs = tensors_in(run_stage(stage, value, profiler.option))
         roots = [output for output in outputs if output.requires_grad]
         generator = torch.Generator(outputs[0].device).manual_seed(0)
