@@ -2,7 +2,7 @@
 
 For a memory budget ``sac_milp`` says which blocks to checkpoint and how much of what each saves to discard, and
 ``get_optimal_checkpointing_policy_per_module`` which operators of a block that leaves recomputed. The estimators run the model without values;
-what operators take is measured here, on the CPU, where they cannot measure it themselves. Needs the packages pulp and pwlf.
+what operators take is measured here, on the CPU, where they cannot measure it themselves. Needs the extra `bench` (pulp and pwlf).
 """
 
 from __future__ import annotations

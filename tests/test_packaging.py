@@ -101,6 +101,17 @@ def test_a_registry_shows_who_made_it_and_links_that_lead_somewhere(installed: D
     assert all(url.startswith(urls["Homepage"]) for url in urls.values())
 
 
+def test_no_tracked_file_is_above_one_mebibyte() -> None:
+    """Three wheels of 52 MB were committed once, by `git add .` after an installation by hand."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("a source distribution has no index of tracked files")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    heavy = {path.name: path.stat().st_size for path in paths if path.exists() and path.stat().st_size > 2**20}
+    assert len(paths) > 100
+    assert not heavy
+
+
 def test_the_citation_names_this_version() -> None:
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == lightning_rotor.__version__
