@@ -343,6 +343,11 @@ class Chain:
         return sum(stage.keep.seconds for stage in self.stages)
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay for the backward if nothing is recomputed."""
+        return sum(stage.output_bytes + stage.keep.saved_bytes for stage in self.stages)
+
+    @property
     def always_bytes(self) -> int:
         """Bytes alive in every backward, whatever the schedule: the output, and what no checkpoint can free."""
         in_output = sum(skip.size_bytes for skip in self.skips if skip.in_output)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import random
+import re
 import warnings
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
-from lightning_rotor.planned.loop import measure_compute
+from lightning_rotor.profiling.step_compute import measure_compute
 from lightning_rotor.stages.generators import GeneratorStates
 
 
@@ -164,20 +165,88 @@ def test_values_are_taken_as_one_and_masks_as_true():
         return copy(loss @ torch.ones(4, 8)).sum()
 
     found = measure_compute(nn.Linear(8, 4), torch.ones(3, 8), step)
-    assert found.assumed_values == 5
+    assert found.assumed_values == 4  # masks of the batch are known
     assert found.plannable == {"": 2 * 192}
 
 
-def test_a_step_that_needs_values_says_so():
-    net = nn.Linear(8, 4)
-    with pytest.raises(ProfilingError, match=r"its dry run fails with DynamicOutputShapeException: .*unique"):
-        measure_compute(net, torch.ones(3, 8), lambda copy, batch: copy(batch).unique())
+def test_what_a_step_asks_of_its_batch_is_known_and_of_activations_assumed():
+    """Lines of ordinary steps: none of them ends a dry run."""
+    layer, recurrent = nn.Linear(8, 8), nn.GRU(8, 8, batch_first=True)
+    net = nn.ModuleDict({"layer": layer, "recurrent": recurrent})
+    lengths, labels = torch.tensor([2, 5, 3]), torch.tensor([4, 0, 4])
+
+    def pack(copy, hidden, lengths, labels):
+        packed = nn.utils.rnn.pack_padded_sequence(hidden, lengths, batch_first=True, enforce_sorted=False)
+        output, state = copy["recurrent"](packed)
+        assert state.shape == (1, 3, 8)
+        padded, found = nn.utils.rnn.pad_packed_sequence(output, batch_first=True)
+        assert padded.shape == (3, 5, 8)
+        assert found.shape == (3,)
+        return padded
+
+    def of_the_batch(copy, hidden, lengths, labels):
+        assert torch.unique(labels).tolist() == [0, 4]
+        assert lengths.tolist() == [2, 5, 3]
+        assert hidden[labels > 2].shape == (2, 5, 8)
+        assert torch.repeat_interleave(hidden.mean(1), lengths, dim=0).shape == (10, 8)
+        assert int(labels.max()) == 4
+        assert (labels.numpy() == [4, 0, 4]).all()
+        return hidden
+
+    def of_activations(copy, hidden, lengths, labels):
+        assert torch.unique(hidden.argmax(-1)).numel() == 15
+        assert hidden.detach().numpy().sum() == 120
+        assert torch.bincount(hidden.argmax(-1).flatten(), minlength=8).shape == (8,)
+        spectrum = torch.stft(hidden[:, :, 0].repeat(1, 20), 16, window=torch.ones(16), return_complex=True)
+        return torch.istft(spectrum, 16, window=torch.ones(16))
+
+    def ctc(copy, hidden, lengths, labels):
+        scores = hidden.transpose(0, 1).log_softmax(-1)
+        return nn.functional.ctc_loss(scores, torch.ones(3, 2, dtype=torch.long), lengths, torch.full((3,), 2))
+
+    for line in (pack, of_the_batch, of_activations, ctc):
+        found = measure_compute(
+            net,
+            (torch.ones(3, 5, 8), lengths, labels),
+            lambda copy, batch, line=line: line(copy, copy["layer"](batch[0]), *batch[1:]).sum(),
+        )
+        assert not found.stopped_at, line
+        assert found.plannable["layer"] == 2 * 15 * 64
+        assert (found.plannable["recurrent"] > 2 * 10 * 2 * 3 * 64) == (line is pack)
+
+
+def test_what_ran_before_a_line_that_needs_values_counts():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 4)
+
+        def forward(self, batch):
+            hidden = self.first(batch)
+            torch.nested.nested_tensor([hidden])
+            return self.second(hidden)
+
+    found = measure_compute(Stops(), torch.ones(3, 8), lambda copy, batch: copy(batch).sum())
+    assert found.plannable == {"first": 192, "": 192}
+    assert found.unfinished == {""}
+    assert re.fullmatch(r"test_compute.py, line \d+: torch.nested.nested_tensor\(\[hidden\]\)", found.stopped_at)
 
     def waits(copy, batch):
         while copy(batch).sum().item() > 0.5:
             pass
 
-    with pytest.raises(ProfilingError, match="asks for values more than 1000 times"):
-        measure_compute(net, torch.ones(3, 8), waits)
+    assert "while copy(batch)" in measure_compute(nn.Linear(8, 4), torch.ones(3, 8), waits).stopped_at
     with pytest.raises(ProfilingError, match="its dry run computes nothing"):
-        measure_compute(net, torch.ones(3, 8), lambda copy, batch: None)
+        measure_compute(nn.Linear(8, 4), torch.ones(3, 8), lambda copy, batch: None)
+
+
+class NoCopy:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("only one of me")
+
+
+def test_a_model_that_cannot_be_copied_says_so():
+    net = nn.Linear(2, 2)
+    net.resource = NoCopy()
+    with pytest.raises(ProfilingError, match="cannot be copied: RuntimeError: only one of me"):
+        measure_compute(net, torch.ones(1, 2), lambda copy, batch: copy(batch))

@@ -638,3 +638,47 @@ def test_stamps_change_with_tensors() -> None:
     with torch.inference_mode():
         odd = [torch.ones(2), torch.eye(2).to_sparse()]
     assert private.stamps(odd) == private.stamps(odd)
+
+
+# -------------------------------------------------------------------- values of tensors without values
+
+
+def test_fake_tensors_may_have_values_that_operations_on_them_follow() -> None:
+    mode, lengths = private.FakeTensorMode(allow_non_fake_inputs=True), torch.tensor([3, 1, 2])
+    with private.with_values(8), mode:
+        known = private.fake_with_value(mode, lengths)
+        unknown = mode.from_tensor(torch.ones(3))
+        assert (known + 1).tolist() == [4, 2, 3]
+        assert private.value_of(unknown) is None
+        assert private.value_of(known + unknown) is None
+        assert private.mode_of(unknown) is mode
+        known.add_(1)
+    assert lengths.tolist() == [3, 1, 2]
+    with mode, pytest.raises(private.DynamicOutputShapeException):
+        torch.unique(private.fake_with_value(mode, torch.tensor([3, 3, 2])))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_call_functions_that_modes_see(kind: type[nn.RNNBase]) -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in private.RECURRENT:
+                calls.append(isinstance(args[2], (torch.Tensor, tuple)))
+            calls.extend(["pack"] * (func is private.pack_sequences) + ["pad"] * (func is private.pad_sequences))
+            return func(*args, **(kwargs or {}))
+
+    calls: list[Any] = []
+    layer = kind(4, 4, batch_first=True)
+    with Seen():
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 4), torch.tensor([3, 2]), batch_first=True)
+        nn.utils.rnn.pad_packed_sequence(layer(packed)[0])
+        layer(torch.ones(2, 3, 4))
+    assert calls == ["pack", True, "pad", False]
+
+
+def test_istft_in_parts_is_istft() -> None:
+    window, wave = torch.hann_window(16), torch.randn(2, 128)
+    spectrum = torch.stft(wave, 16, window=window, return_complex=True)
+    torch.testing.assert_close(
+        private.istft_in_parts(spectrum, 16, window=window), torch.istft(spectrum, 16, window=window)
+    )

@@ -14,8 +14,8 @@ import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_rotor import ModelError, RotorCallback, RotorWarning
-from lightning_rotor.planned.modules import named_target
+from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
+from lightning_rotor.planned.target_search import named_target
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
@@ -196,23 +196,6 @@ def test_a_frozen_network_in_the_loss_is_planned_if_gradients_flow_through_it(tm
     assert_equal_runs(plain, planned, left, right)
 
 
-def test_if_the_step_cannot_run_dry_parameters_decide_and_the_log_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Unique(Trunk):
-        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return super().loss(images, labels) * len(labels.unique())
-
-    caplog.set_level(logging.INFO, "lightning_rotor")
-    callback = RotorCallback(show_table=False)
-    fit([callback], tmp_path, model=Unique())
-    assert callback.plan is not None
-    assert len(callback.plan.chain) == 3
-    (message,) = {r.getMessage() for r in caplog.records if "dry run" in r.getMessage()}
-    assert "plans 'table' (Sequential): 600,024 trainable parameters" in message
-    assert "DynamicOutputShapeException: aten._unique2" in message
-
-
 def test_a_wrong_name_is_answered_with_the_closest_one_and_those_that_compute() -> None:
     class Nested(Restless):
         def __init__(self) -> None:
@@ -288,8 +271,15 @@ def test_layers_of_the_lightning_module_itself(tmp_path: Path) -> None:
         def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(images)).mean()
 
-    with pytest.raises(ModelError, match="that its training_step calls"):
-        fit([RotorCallback(show_table=False)], tmp_path, model=Unused())
+    plain = fit([left := Recorder()], tmp_path, model=seeded(Unused, {}))
+    with pytest.warns(RotorWarning, match=r"plans nothing.* holds no submodule .* that its training_step calls"):
+        planned = fit([RotorCallback(show_table=False), right := Recorder()], tmp_path, model=seeded(Unused, {}))
+    assert_equal_runs(plain, planned, left, right)
+    with (
+        pytest.warns(RotorWarning, match="plans nothing"),
+        pytest.raises(BudgetError, match="nothing in it is planned"),
+    ):
+        fit([RotorCallback(1000, show_table=False)], tmp_path, model=Unused())
 
 
 def test_layers_made_in_configure_model_are_weighed_too(tmp_path: Path) -> None:
@@ -450,3 +440,62 @@ def test_towers_that_the_step_calls_share_one_limit(tmp_path: Path, named: list[
     assert callback.measured_peak_bytes is not None
     assert callback.measured_peak_bytes <= limit
     assert_equal_runs(plain, planned, start, right)
+
+
+# ---------------------------------------------------------------- modules inside of wrappers
+
+
+class Diffusion(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn_like(images)
+        return (self.model(images + noise).mean((2, 3)) - noise.mean()).square().mean()
+
+
+@pytest.mark.parametrize("order", ["inner first", "outer first"])
+def test_of_a_module_and_its_wrapper_the_outer_one_is_planned(tmp_path: Path, order: str) -> None:
+    class Wrapped(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            net = bottlenecks()
+            if order == "inner first":
+                self.net = net
+            self.diffusion = Diffusion(net)
+            self.net = net
+
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.diffusion(images)
+
+    left, right = Recorder(), Recorder()
+    plain = fit([left], tmp_path, model=seeded(Wrapped, {}))
+    rotor = RotorCallback("1GiB", show_table=False)
+    planned = fit([rotor, right], tmp_path, model=seeded(Wrapped, {}))
+    assert rotor.plan is not None
+    assert len(rotor.plan.calls) == 1
+    assert rotor.plan.chain.names[0].startswith("randn_like")
+    assert_equal_runs(plain, planned, left, right)
+
+
+def test_equal_blocks_are_planned_together_however_small_each_is(tmp_path: Path) -> None:
+    class Blocks(Base):
+        """The step calls forty equal blocks, each with 2 % of the compute, and a head."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, 3, 1)) for _ in range(40)
+            )
+            self.head = nn.Sequential(nn.Linear(3, 10), nn.ReLU(), nn.Linear(10, 10))
+
+        def loss(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                images = images + block(images)
+            return nn.functional.cross_entropy(self.head(images.mean((2, 3))).float(), labels)
+
+    rotor = RotorCallback("1GiB", show_table=False)
+    fit([rotor], tmp_path, model=seeded(Blocks, {}))
+    assert rotor.plan is not None
+    assert len(rotor.plan.calls) == 40

@@ -41,6 +41,7 @@ class _ProcessPlan:
     measured_peak_bytes: int | None
     measured_reserved_bytes: int | None
     target: str
+    left_out: str  # what is not planned, with shares of the compute
     reserved_bytes: int  # what the process holds besides what was planned
     measuring_seconds: float
     measured_overhead: float | None  # None before the second step under a plan
@@ -57,6 +58,7 @@ class _ProcessPlan:
             watch.peak_bytes,
             watch.reserved_bytes,
             str(planner.modules),
+            planner.modules.left_out,
             planner.limit.reserved_beside(plan),
             planner.modules.measuring_seconds,
             planner.modules.measured_overhead(plan),
@@ -114,7 +116,7 @@ class _ProcessPlan:
             limit_bytes=self.limit_bytes,
             reserved_bytes=self.reserved_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[*rows, ("Planned", self.target)],
+            extra_rows=[*rows, ("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)],
         )
 
 
@@ -184,8 +186,9 @@ class RotorCallback(pl.Callback):
             come on top; a plan always leaves room for both, on the device and inside of
             ``torch.cuda.set_per_process_memory_fraction``.
         module: Dotted name of the submodule to plan, such as ``"model.layers"``, or a list of several; ``""`` is the
-            LightningModule itself. By default all that have 5 % or more of the compute of a training step, as a dry run
-            of the first step counts it, or the one with most parameters if that fails.
+            LightningModule itself. By default all that have 5 % or more of the compute of a training step, alone or
+            with their equals, as a dry run of the first step counts it. What is behind a line that the dry run cannot
+            follow is found in the first step itself.
         on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do;
             ``"warn"`` says so once, and trains with the plan that takes least.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
@@ -201,7 +204,8 @@ class RotorCallback(pl.Callback):
         UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` or ``compiled_variants`` is none
             of those above; in ``setup``: ``slots`` or ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be
-            cut into stages, or ``training_step`` calls none that can.
+            cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
+            module that can be.
         BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
             fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
         ShortageError: In a training batch: the device has no memory left, whatever the plan.
@@ -329,7 +333,7 @@ class RotorCallback(pl.Callback):
             return
         if planner.plan is not None and not planner.is_settled:
             self._report(trainer)
-        if planner.plan is None and not planner.was_put_off:
+        if planner.plan is None and not planner.was_put_off and not planner.planned_nothing:
             planner.loop.warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with "
                 "gradients. Name another one with RotorCallback(module=...)"

@@ -21,10 +21,11 @@ from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import Settings, is_recomputing
 from lightning_rotor.pipeline.micro_batches import Call
-from lightning_rotor.planned.loop import StepCompute, TrainingLoop, measure_compute
-from lightning_rotor.planned.modules import Target, TargetSearch, named_target
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.target_search import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.torch_names import outside_of_graphs
+from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import PLAIN
 
@@ -154,7 +155,7 @@ class TrainerLoop(TrainingLoop):
 
     @override
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
-        """FLOPs of the next step, from a dry run of ``training_step`` on a copy."""
+        """FLOPs of the next step, as far as a dry run of ``training_step`` on a copy comes."""
         training_step, stand_in = self.model.training_step, _TrainerStandIn(self.trainer)
         if is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
             raise ProfilingError("its training_step takes batches from dataloader_iter by itself")

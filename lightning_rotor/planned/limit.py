@@ -5,7 +5,7 @@ Measured peaks lead to better budgets: less after a peak above the limit, more a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType
@@ -122,6 +122,13 @@ class Step:
             phase.raised(backward if phase.label == LOSS or phase.label.startswith(BACK) else forward)
             for phase in phases
         ]
+
+    def leave_out(self, given_up: Collection[Plans]) -> None:
+        """Forget the calls of modules that are planned no more."""
+        self.paths = [
+            path for calls in self.paths if (path := tuple(call for call in calls if call.key.plans not in given_up))
+        ]
+        self.numbers = {call: number for call, number in self.numbers.items() if call.key.plans not in given_up}
 
     def find(self, taken: Iterable[torch.Tensor]) -> None:
         """Count the input of the first call that the step has made before a meter of the CPU could see it."""
@@ -339,7 +346,7 @@ def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_by
 
 def bytes_kept(chain: Chain) -> int:
     """What a chain holds if nothing is recomputed, at least 1."""
-    return max(sum(stage.output_bytes + stage.keep.saved_bytes for stage in chain), 1)
+    return max(chain.kept_bytes, 1)
 
 
 # ----------------------------------------------------------- What plans may use, and what happens where none keeps it.
@@ -370,6 +377,10 @@ class StepLimit:
         """Take the least limit of all processes."""
         self._agreed_bytes = min(self._loop.told_by_all(self._loop.limit_bytes(self._limit, batch)))
 
+    def take(self, batch: Sequence[torch.Tensor]) -> None:
+        """Read the limit, which a budget does for a plan."""
+        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
+
     def budget(
         self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
     ) -> Budget:
@@ -383,7 +394,7 @@ class StepLimit:
             step.other_bytes = resident.other_bytes if step.other_bytes is None else step.other_bytes
             other_bytes = self._others.setdefault(chain.fingerprint, step.other_bytes)
         resident = replace(resident, other_bytes=other_bytes)
-        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
+        self.take(batch)
         if correction_bytes is None:
             correction_bytes = self._correction_of(chain)
         budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
@@ -490,6 +501,21 @@ class StepLimit:
             stage=max(calls, key=lambda call: call.peak_bytes).chain.names[0],
         )
         self._go_beyond(error)
+
+    def exceeded_without_a_plan(self, peak_bytes: int) -> None:
+        """A measured step in which nothing is planned has taken more: go beyond the limit, or end training."""
+        minimum_bytes = int(peak_bytes * _UNEVEN)
+        self._go_beyond(
+            BudgetError(
+                f"mem_limit {format_bytes(self.size_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
+                f"({minimum_bytes:,} bytes) for this model and batch: a measured step has taken "
+                f"{format_bytes(peak_bytes)}, and nothing in it is planned. Raise mem_limit, lower the batch size, or "
+                "name a module that can be planned: RotorCallback(module=...)",
+                budget_bytes=self.size_bytes,
+                minimum_bytes=minimum_bytes,
+                stage="",
+            )
+        )
 
     def _go_beyond(self, error: BudgetError) -> None:
         if not self.beyond:

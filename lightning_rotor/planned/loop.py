@@ -1,16 +1,13 @@
-"""The training loop around a planned module, as far as plans must know of it, and what one step of it computes."""
+"""The training loop around a planned module, as far as plans must know of it."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,15 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.errors import BudgetError, ProfilingError, RotorError, RotorWarning, ScheduleError
+from lightning_rotor.errors import BudgetError, RotorError, RotorWarning, ScheduleError
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.private.sharding import messages_bytes
-from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
-from lightning_rotor.private.values import tensors_in, tree_leaves
-from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.profiling.step_compute import StepCompute
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import MemoryLimit, format_bytes
@@ -140,110 +135,6 @@ def communicates(module: nn.Module) -> bool:
         or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
         or any(code is not None and not _NAMES.isdisjoint(code.co_names) for code in codes)
     )
-
-
-# ---------------------------------- Where a training step computes: the FLOPs of every submodule, counted in a dry run.
-
-# A loop that waits for a value would never end, since values do not change.
-_MOST_READS = 1000
-_LONGEST_REASON = 300
-
-
-class StepCompute(AssumedValues):
-    """FLOPs of the forwards in one training step, counted while it runs, by dotted names of submodules."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from torch.utils.flop_counter import flop_registry  # it imports triton, which takes a tenth of a second
-
-        super().__init__()
-        self._formulas, self.total = flop_registry, 0
-        # Inside those that a plan could run: in training mode, with gradients enabled and flowing through the output.
-        self.plannable: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()  # of these
-        self._running: list[str] = []
-        for name, module in model.named_modules():
-            # Not a hook: those do not fire when a forward is called by its name.
-            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
-
-    def share(self, name: str) -> float:
-        """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
-        return self.plannable[name] / self.total
-
-    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        recursive, before = name in self._running, self.total
-        self._running.append(name)
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            self._running.pop()
-        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
-            self.plannable[name] += self.total - before
-            self.calls[name] += 1
-        return output
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        assumed = self.assumed_values
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.assumed_values > _MOST_READS:
-            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
-        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
-            self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs or {}, result)
-        return result
-
-
-def measure_compute(
-    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], *, replacements: Mapping[int, Any] | None = None
-) -> StepCompute:
-    """FLOPs of a step on copies without values of the model and ``inputs``; ``ProfilingError`` if it needs values.
-
-    By ``id``, ``replacements`` stand in the copies for objects that a dry run must not touch.
-    """
-    try:
-        found = _count(model, inputs, step, replacements or {})
-    except Exception as error:  # whatever a step does that was written for real tensors
-        reason = f"its dry run fails with {type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
-    else:
-        reason = "" if found.total else "its dry run computes nothing"
-    gc.collect()  # the copies hold each other, and what looks for tensors (a recording does) would still find them
-    if reason:
-        raise ProfilingError(reason)
-    return found
-
-
-def _count(
-    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
-) -> StepCompute:
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        duplicate, inputs = fake_copy((model, inputs), mode, replacements)
-        found = StepCompute(duplicate)
-        with found:
-            step(duplicate, inputs)
-    return found
-
-
-def _outputs_in(value: Any) -> list[torch.Tensor]:
-    """Tensors in an output, also in one of the user's own classes."""
-    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
-
-
-def _flops(formula: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    name = packet_of(func).__name__
-    if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
-        query, key, value = args[:3]
-        pairs = query.shape[:-1].numel() * key.shape[-2]
-        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
-    if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
-        return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
-    if formula is not None:
-        return int(formula(*args, **kwargs, out_val=result))
-    if func.is_view:
-        return 0
-    return sum(tensor.numel() for tensor in tensors_in(result))
 
 
 # -------------------------------------------------------------------- The loop.

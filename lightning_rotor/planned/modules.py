@@ -1,182 +1,31 @@
-"""The planned modules of a model: which they are, by a step's compute."""
+"""The planned modules of a model: named by the user, or found by a step's compute and in the first step itself."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
-from lightning_rotor.capture.cuts import check_module
-from lightning_rotor.errors import ModelError, ProfilingError, RotorError
+from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planned.cache import model_fingerprint
-from lightning_rotor.planned.forward import PlannedForward, attach, detach, is_attached
-from lightning_rotor.planned.loop import StepCompute, TrainingLoop
+from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive, is_attached
+from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.target_search import Target, TargetSearch, named_target, spelled_shares
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER, is_compiled
+from lightning_rotor.private.values import tensors_in
 
 _log = logging.getLogger(__name__)
-
-# -------------------------------------------------------------------- Which submodule to plan.
-
-# A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
-_NOTABLE = 0.2
-_HEAVY = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A submodule to plan, by its dotted name (``""`` is the model itself), and why this one."""
-
-    name: str
-    module: nn.Module
-    reason: str
-
-    @property
-    def place(self) -> str:
-        """Name of the submodule for messages."""
-        return repr(self.name) if self.name else "the model itself"
-
-    def __str__(self) -> str:
-        return f"{self.place} ({type(self.module).__name__}): {self.reason}"
-
-
-def named_target(model: nn.Module, name: str) -> Target:
-    """The submodule that the user named; ``ModelError`` if it does not exist, or can be no chain."""
-    try:
-        module = model.get_submodule(name)
-    except AttributeError:
-        plannable = [path for path, each in model.named_modules() if path and _computes(each)]
-        close = get_close_matches(name, plannable, n=1)
-        closest = f", such as {close[0]!r}" if close else ""
-        outermost = ", ".join(repr(path) for path, each in _outermost(model) if _computes(each)) or "none"
-        raise ModelError(
-            f"{type(model).__name__} has no submodule {name!r}: expected a dotted name{closest}. "
-            f"Submodules that can be planned: {outermost}"
-        ) from None
-    check_module(module)
-    return Target(name, module, "as named")
-
-
-def _computes(module: nn.Module) -> bool:
-    """True if a module can be planned, and has a parameter, which metrics have not."""
-    return next(module.parameters(), None) is not None and may_be_planned(module)
-
-
-class TargetSearch:
-    """Finds the submodule to plan when the user names none: by parameters at first, by compute once it is known.
-
-    A model that ``may_be_whole`` is the choice if its forward reaches much more compute than any submodule.
-    """
-
-    def __init__(self, model: nn.Module, *, may_be_whole: bool) -> None:
-        self._model, self._may_be_whole = model, may_be_whole
-        self._compute: StepCompute | None = None
-        self.unknown_because = "its compute is not known yet"
-        self.refused: set[str] = set()  # those that have turned out to be no chain
-
-    def count(self, compute: Callable[[], StepCompute]) -> None:
-        """Rank by the compute of a training step from now on, if that can be counted."""
-        try:
-            self._compute = compute()
-        except ProfilingError as error:
-            self.unknown_because = str(error)
-
-    def best(self) -> Target | None:
-        """The submodule to plan, or None if there is none. Of submodules that do the same, the outermost."""
-        names = [
-            name
-            for name, module in self._model.named_modules()
-            if name and name not in self.refused and self._weight(name) and may_be_planned(module)
-        ]
-        # The first of the largest: a module comes before what is in it.
-        best = max(names, key=self._weight, default=None)
-        may_be_whole = self._may_be_whole and "" not in self.refused and self._weight("") > 0
-        if may_be_whole and (best is None or self._share("") >= self._share(best) + _NOTABLE):
-            best = ""
-        return None if best is None else self._target(best)
-
-    def all(self) -> list[Target]:
-        """:meth:`best`, and whatever else is worth a plan, apart from it; empty if there is nothing."""
-        best = self.best()
-        if best is None:
-            return []
-        beside = self._shares([best.name], self.refused)
-        return [best, *(self._target(name) for name, share in beside if share >= _HEAVY)]
-
-    def calls(self, names: Collection[str]) -> int:
-        """How many calls of these modules a step has; 0 if unknown."""
-        return 0 if self._compute is None else sum(self._compute.calls.get(name, 0) for name in names)
-
-    def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
-        """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""
-        if self._compute is None or "" in planned:
-            return []
-        shares = [(name, self._share(name)) for name, _ in _outermost(self._model, planned, refused)]
-        return sorted((entry for entry in shares if entry[1] >= 0.01), key=lambda entry: entry[1], reverse=True)
-
-    def what_is_left_out(self, targets: Sequence[Target]) -> str | None:
-        """A message about other submodules if they have much of the compute, and what to do about it, or None."""
-        left_out = self._shares([target.name for target in targets])
-        if sum(share for _, share in left_out) < _NOTABLE:
-            return None
-        named = [f"{name!r} ({100 * share:.0f} %)" for name, share in left_out]
-        refused = " and ".join(sorted(repr(name) if name else "the model itself" for name in self.refused))
-        planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
-        return (
-            f"plans {planned}; not planned, and kept as without a limit: {', '.join(named)}. "
-            + (f"{refused} could not be planned as a whole, the log says why. " if refused else "")
-            + "To have them planned, let nn.Modules do this work, and name them: "
-            'RotorCallback(module=["...", "..."])'
-        )
-
-    def _weight(self, name: str) -> int:
-        if self._compute is not None:
-            return self._compute.plannable.get(name, 0)
-        parameters = self._model.get_submodule(name).parameters()
-        return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-
-    def _share(self, name: str) -> float:
-        return 0.0 if self._compute is None else self._compute.share(name)
-
-    def _target(self, name: str) -> Target:
-        reason = f"{self._weight(name):,} trainable parameters, the most that can be planned ({self.unknown_because})"
-        if self._compute is not None:
-            reason = f"{100 * self._share(name):.0f} % of the FLOPs of a training step's forward"
-            if assumed := self._compute.assumed_values:
-                reason += f" ({assumed} value{'s' * (assumed > 1)} that the step asks for taken as 1)"
-        return Target(name, self._model.get_submodule(name), reason)
-
-
-def _outermost(
-    module: nn.Module, planned: Collection[str] = (), refused: Collection[str] = (), prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Submodules that may be chains and are not inside of others, nor in planned ones or around one, nor refused."""
-    for key, child in module.named_children():
-        name = f"{prefix}{key}"
-        if name in planned:
-            continue
-        if name not in refused and may_be_planned(child) and not any(each.startswith(f"{name}.") for each in planned):
-            yield name, child
-        else:
-            yield from _outermost(child, planned, refused, f"{name}.")
-
-
-def may_be_planned(module: nn.Module) -> bool:
-    """True if nothing speaks against planning a module, as far as can be told without its input."""
-    try:
-        check_module(module)
-    except ModelError:
-        return False
-    return True
-
-
-# -------------------------------------------------------------------- The planned modules.
+_SLIGHT = 0.01
+"""A module that was found in the first step is not planned if less of its calls' time and bytes are in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,8 +45,40 @@ class PlannedModule:
         }
 
 
+class UnseenForward:
+    """Stands in for the forward of a module that nobody has seen run, until the first step calls it.
+
+    ``found`` is told of the first call that trains, before it runs. It may put another forward in this one's place.
+    """
+
+    active = True
+
+    def __init__(self, found: Callable[[], None]) -> None:
+        self._found = found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inactive, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of the module."""
+        trains = module.training and torch.is_grad_enabled() and not is_recomputing()
+        if not trains or not _needs_gradients(module, args, kwargs):
+            return type(module).forward(module, *args, **kwargs)
+        self._found()
+        return module.forward(*args, **kwargs)
+
+
+def _needs_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if autograd may keep something of a call."""
+    learning = (parameter.requires_grad for parameter in module.parameters())
+    return any(learning) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+
 class PlannedModules:
-    """The planned modules of a model, those of these names; else a guess until a first batch shows what is heavy."""
+    """The planned modules of a model: those of these names, or those that the steps show to have much of the compute.
+
+    Modules that may have much of it, and were not seen to run, wait for their first call.
+    """
 
     def __init__(
         self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, names: str | Sequence[str] | None
@@ -206,8 +87,9 @@ class PlannedModules:
         self._names = [names] if isinstance(names, str) else names
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
+        self._unseen: dict[str, Target] = {}
+        self._refusals: list[RotorError] = []
         self.is_guess = self._is_news = False
-        self._first_refusal: RotorError | None = None
 
     def __iter__(self) -> Iterator[PlannedModule]:
         return iter(self._modules)
@@ -219,6 +101,18 @@ class PlannedModules:
     def all(self) -> nn.ModuleList:
         """All of them, to count what they hold."""
         return nn.ModuleList(module.target.module for module in self)
+
+    @property
+    def is_open(self) -> bool:
+        """True while the first step may still show modules to plan."""
+        return self._search is not None and self._search.is_open
+
+    @property
+    def left_out(self) -> str:
+        """Modules that are not planned, with their shares of a step's compute; empty if there are none."""
+        if self._search is None:
+            return ""
+        return spelled_shares(self._search.left_out([module.target.name for module in self]))
 
     @property
     def measuring_seconds(self) -> float:
@@ -234,40 +128,86 @@ class PlannedModules:
             return None
         return sum(seconds) / plan.chain.step_seconds
 
+    # ---------------------------------------------------------------- which they are
+
     def begin(self, known: Sequence[Target] = ()) -> None:
-        """Plan what the user has named, what saved plans are for (``known``), or a guess."""
+        """Plan what the user has named, or what saved plans are for (``known``); else whatever the first calls show."""
         if self._names is not None:
             self._take([named_target(self._loop.model, name) for name in self._names])
             return
         assert self._search is not None
         self.is_guess = not known
-        best = None if known else self._search.best()
-        self._take(known or ([] if best is None else [best]))
+        if known:
+            self._search.close(())
+        self._take(known or self._search.targets())
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
-        """Decide by the compute of the first batch, as the first process does. True if others than a guess."""
+        """Decide by the compute of the first batch, as the first process does. True if others than before."""
         assert self._search is not None
         before, self.is_guess = list(self), False
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
-        found = self._search.all()
-        names = self._loop.told_by_all([target.name for target in found])[0]
-        known = {target.name: target for target in found}
+        targets = self._search.targets()
+        told = [(target.name, target.is_unseen) for target in targets], self._search.is_open
+        listed, self._search.is_open = self._loop.told_by_all(told)[0]
+        known = {target.name: target for target in targets}
         submodule = self._loop.model.get_submodule
-        self._take([known.get(name) or Target(name, submodule(name), "as on rank 0") for name in names])
+        self._take(
+            [known.get(name) or Target(name, submodule(name), "as on rank 0", is_unseen) for name, is_unseen in listed]
+        )
         return list(self) != before
 
+    def _found(self, name: str) -> None:
+        """The first step is about to call a module that waits: plan it, and nothing inside of it or around it."""
+        target = self._unseen[name]
+        inside = set(target.module.modules())
+        for other, waiting in list(self._unseen.items()):
+            if waiting.module in inside or target.module in waiting.module.modules():
+                self._dismiss(other)
+        self._plan(target)
+        self._is_news = True
+
+    def close(self, calls: Sequence[str]) -> list[Plans]:
+        """The first step is over, and has called these of the modules, once for each name. Returns plans given up.
+
+        Modules that it has not called are planned no more, nor those that hardly count.
+        """
+        assert self._search is not None
+        for name in list(self._unseen):
+            self._dismiss(name)
+        names = [module.target.name for module in self]
+        kept = self._loop.told_by_all(sorted({name for name in names if name in calls} - self._slight(calls)))[0]
+        given_up = [module for module in self if module.target.name not in kept]
+        for module in given_up:
+            detach(module.target.module)
+        self._modules = [module for module in self if module.target.name in kept]
+        self._search.close([name for name in calls if name in kept])
+        return [module.plans for module in given_up]
+
+    def _slight(self, calls: Sequence[str]) -> set[str]:
+        """Names of modules found in the first step whose calls take next to nothing of all calls' time and bytes."""
+        chains = {module.target.name: module.plans.plan.chain for module in self if module.plans.plan is not None}
+        known = [name for name in calls if name in chains]
+        seconds = sum(chains[name].step_seconds for name in known)
+        kept_bytes = sum(chains[name].kept_bytes for name in known)
+        return {
+            module.target.name
+            for module in self
+            if module.target.is_unseen
+            and (chain := chains.get(module.target.name)) is not None
+            and (count := known.count(module.target.name)) * chain.step_seconds < _SLIGHT * seconds
+            and count * chain.kept_bytes < _SLIGHT * kept_bytes
+        }
+
     def refuse(self, plans: Plans, error: RotorError) -> None:
-        """From inside the first forward: plan what is next best, unless the user has named this one."""
+        """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
         if self._search is None:
             raise error
         module = next(module for module in self if module.plans is plans)
         self._search.refused.add(module.target.name)
-        found = self._search.all()
-        self._first_refusal = self._first_refusal or error
-        if not found:
-            raise self._first_refusal  # of those with most compute
+        self._refusals.append(error)
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
-        self._take(found)
+        found = [each.target for each in self if each is not module and each.target.is_unseen]
+        self._take([*found, *self._search.targets()])
 
     def is_alone(self, plans: Plans) -> bool:
         """True if a step calls nothing else that is planned, as far as is known."""
@@ -276,6 +216,8 @@ class PlannedModules:
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
+        for name in list(self._unseen):
+            self._dismiss(name)
         for module in self:
             detach(module.target.module)
         self._modules = []
@@ -296,7 +238,7 @@ class PlannedModules:
 
     def tell(self) -> None:
         """Say what is planned, and warn of what is not, or not as it was, once that is certain."""
-        if self.is_guess or not self._is_news:
+        if self.is_guess or self.is_open or not self._is_news:
             return
         self._is_news = False
         if self._loop.is_lead:
@@ -309,13 +251,23 @@ class PlannedModules:
         if left_out is not None:
             self._loop.warn(f"RotorCallback {left_out}")
 
+    @property
+    def why_nothing(self) -> str:
+        """Why no module is planned; empty if one is, or may be."""
+        if self._modules or self._unseen or self.is_guess:
+            return ""
+        if self._refusals:
+            return str(self._refusals[0])  # of the one with most compute
+        return (
+            f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
+            "that its training_step calls: expected one. Put the layers that take most of the memory into an "
+            "nn.Sequential or a module of their own, and call that"
+        )
+
+    # ---------------------------------------------------------------- forwards in the place of modules' own
+
     def _take(self, targets: Sequence[Target]) -> None:
-        if not targets:
-            raise ModelError(
-                f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
-                "that its training_step calls: expected one. Put the layers that take most of the memory into an "
-                "nn.Sequential or a module of their own, and call that"
-            )
+        """Plan these, and let unseen ones wait for their first call."""
         wanted = {id(target.module): target for target in targets}
         kept = []
         for module in self:
@@ -326,16 +278,38 @@ class PlannedModules:
                 module.target = target  # why it is one may have changed
                 kept.append(module)
         self._modules = kept
+        for name in list(self._unseen):
+            self._dismiss(name)
         try:
             for target in wanted.values():
-                _check_apart(self._loop.model, target)
-                planned = PlannedForward(target.module, self._source, self._settings, target.name)
-                attach(target.module, planned)
-                self._modules.append(PlannedModule(target, planned.plans))
+                if not target.is_unseen:
+                    self._plan(target)
         except ModelError:
             self.end()
             raise
+        self._await([target for target in wanted.values() if target.is_unseen])
         self._is_news = True
+
+    def _plan(self, target: Target) -> None:
+        _check_apart(self._loop.model, target)
+        planned = PlannedForward(target.module, self._source, self._settings, target.name)
+        attach(target.module, planned)
+        self._modules.append(PlannedModule(target, planned.plans))
+
+    def _await(self, targets: Collection[Target]) -> None:
+        """Let modules wait for their first call, but those inside of one that is planned, or around one."""
+        taken = [module for module in self._loop.model.modules() if is_attached(module)]
+        for target in targets:
+            inside = set(target.module.modules())
+            if any(other in inside or target.module in other.modules() for other in taken):
+                continue
+            if "forward" in target.module.__dict__:  # somebody else's patch, which nobody could put back
+                continue
+            attach(target.module, UnseenForward(partial(self._found, target.name)))
+            self._unseen[target.name] = target
+
+    def _dismiss(self, name: str) -> None:
+        detach(self._unseen.pop(name).module)
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

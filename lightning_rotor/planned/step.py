@@ -27,8 +27,9 @@ from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
 from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
 from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
-from lightning_rotor.planned.modules import PlannedModules, Target, may_be_planned
+from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
@@ -57,7 +58,7 @@ class StepPlanner(BudgetSource):
         self.plan: Plan | None = None
         self.watch = StepWatch()
         self.is_settled = False
-        self.was_put_off = False
+        self.was_put_off = self.planned_nothing = False
         self.limit = StepLimit(loop, limit, beyond=beyond)
         self._step: Step | None = None
         self._has_met = False
@@ -85,6 +86,7 @@ class StepPlanner(BudgetSource):
         if self.is_settled and not self._is_joint:
             return
         self._look_at(self._step)
+        self._tell_if_nothing_is_planned()
         if self.watch.due:
             self.watch.start(self.loop, self._step.batch)
 
@@ -108,20 +110,47 @@ class StepPlanner(BudgetSource):
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
-        step = self._step
+        step, shows_modules = self._step, self.modules.is_open
+        if step is not None and shows_modules:
+            self._close(step)
+        if self.plan is None and step is not None:
+            self._tell_if_nothing_is_planned()
+            if self.watch.stop() and not step.is_first and self.watch.backward_peak_bytes > self.limit.size_bytes:
+                self.limit.exceeded_without_a_plan(self.watch.backward_peak_bytes)
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
             self._is_joint |= step.is_joint
             if self._is_joint:
                 self._follow(step, is_measured=is_measured)
-            elif is_measured:
+            elif is_measured and not shows_modules:
                 self._correct(step)
         self._step = None
         if self.plan is None or self.watch.due or self.is_settled:
             return False
         self.is_settled = True
         return True
+
+    def _tell_if_nothing_is_planned(self) -> None:
+        """Say once that training runs as without a plan, and watch some steps, for the limit holds all the same."""
+        reason = self.modules.why_nothing
+        if self.plan is not None or self.planned_nothing or not reason or self._step is None:
+            return
+        self.planned_nothing = True
+        self.limit.take(self._step.batch)
+        self.watch.renew()
+        self.loop.warn(
+            f"RotorCallback plans nothing, so this training keeps all activations, as without a limit: {reason}. "
+            "Steps are still compared with mem_limit"
+        )
+
+    def _close(self, step: Step) -> None:
+        """The first step has shown which modules it calls. One call alone is planned again, with all that is left."""
+        step.leave_out(self.modules.close([call.key.name for call in step.numbers]))
+        if len(step.numbers) == 1:
+            step.is_shared = False
+            self.modules.unplan(lambda plan: False)
+        self.modules.tell()
 
     def _follow(self, step: Step, *, is_measured: bool) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
@@ -181,7 +210,8 @@ class StepPlanner(BudgetSource):
         self._look_at(self._step)
         budget = self.limit.budget(profile.chain, self.modules.all, self._step)
         waiting = () if self._step is None else self._step.waiting
-        self._is_cautious = bool(waiting) or not self.modules.is_alone(plans)
+        is_first_of_many = self._step is not None and self.modules.is_open
+        self._is_cautious = bool(waiting) or is_first_of_many or not self.modules.is_alone(plans)
         if not self._is_cautious:
             return budget
         if self._step is not None:

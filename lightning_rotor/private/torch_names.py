@@ -11,10 +11,12 @@ from types import FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
+import torch._refs
 import torch.utils.checkpoint
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -46,8 +48,46 @@ __all__ = [
     "no_dispatch",
 ]
 
+
+@contextmanager
+def with_values(most_elements: int) -> Iterator[None]:
+    """Context in which operations on tensors of :func:`fake_with_value` alone compute values as well.
+
+    torch follows the values of single numbers by itself, and has no public name for the size up to which it does.
+    """
+    before = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = most_elements
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = before
+
+
+def fake_with_value(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a fake mode that answers questions for values like ``tensor``, which stays as it is."""
+    with no_dispatch():  # a clone that the mode sees would have no values
+        copy = tensor.detach().clone()
+    return cast(torch.Tensor, mode.fake_tensor_converter.from_real_tensor(mode, copy, make_constant=True))
+
+
+def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    """The mode that a fake tensor belongs to."""
+    return cast(FakeTensor, tensor).fake_mode
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a fake tensor; None if it has none."""
+    return cast("torch.Tensor | None", getattr(tensor, "constant", None))
+
+
 pack_sequences: Callable[..., Any] = torch._VF._pack_padded_sequence
 """What ``torch.nn.utils.rnn.pack_padded_sequence`` calls: its results have sizes that depend on values."""
+pad_sequences: Callable[..., Any] = torch._VF._pad_packed_sequence
+"""What ``torch.nn.utils.rnn.pad_packed_sequence`` calls."""
+istft_in_parts: Callable[..., Any] = torch._refs.istft
+"""``torch.istft`` as operations of Python, since its own code looks into memory. No public name has them."""
+RECURRENT: tuple[Callable[..., Any], ...] = (*(torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu),)
+"""What torch's recurrent layers call. The third argument of packed sequences is the state, of others the weights."""
 
 # -------------------------------------------------------------------- a running backward
 

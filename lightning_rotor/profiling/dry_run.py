@@ -1,6 +1,9 @@
 """Dry runs: a user's code on copies whose tensors have shapes, types and devices but no values (torch's fake tensors).
 
 They take no memory and little time; the originals, the generators and the output stay as they are.
+
+What a step asks of its batch (lengths, labels, masks, edges of a graph) decides over shapes. So small tensors may keep
+their values, and operations on such tensors alone are computed. Values that come out of parameters do not exist.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.capture.cuts import GraphCut
@@ -26,7 +30,7 @@ from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import is_fake, same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage, wiring_of
@@ -35,16 +39,37 @@ from lightning_rotor.stages.snapshot import Snapshot, code_of
 _aten = torch.ops.aten
 
 
-def fake_copy(value: Any, mode: private.FakeTensorMode, replacements: Mapping[int, Any]) -> Any:
+MOST_KNOWN = 2**16
+"""Elements of tensors whose values a dry run may know."""
+
+
+class _CopyWithValues(private.FakeCopyMode):
+    """Lets small tensors keep their values in a deep copy. Parameters lose them: all compute would become real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
+            tensor, memo = args
+            is_small = tensor.numel() <= MOST_KNOWN and tensor.layout is torch.strided and tensor.device.type != "meta"
+            if is_small and not tensor.requires_grad and not is_fake(tensor):
+                if id(tensor) not in memo:
+                    memo[id(tensor)] = private.fake_with_value(self.fake_mode, tensor)
+                return memo[id(tensor)]
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def fake_copy(
+    value: Any, mode: private.FakeTensorMode, replacements: Mapping[int, Any], *, with_values: bool = False
+) -> Any:
     """A deep copy with fake tensors in the place of tensors; ``replacements`` stand in for objects by ``id``.
 
     Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, since what they
-    write to is not copied, and metrics give 0, since most look at values. Data sets are not copied.
+    write to is not copied, and metrics give 0, since most look at values. Data sets are not copied. Small tensors may
+    keep their values.
     """
     memo = dict(replacements)
     for module in _modules_in(value):
         memo.update((id(held), held) for held in module.__dict__.values() if isinstance(held, (Dataset, DataLoader)))
-    with private.FakeCopyMode(mode):
+    with _CopyWithValues(mode) if with_values else private.FakeCopyMode(mode):
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
         for kind in private.HOOKS:
@@ -103,7 +128,11 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
 
 
 class AssumedValues(private.TorchDispatchMode):
-    """Answers, and counts, questions for values that do not exist: masks are true, numbers 1 (floats ``number``)."""
+    """Answers, and counts, questions for values that do not exist, so that code goes on.
+
+    Masks are true, numbers 1 (floats ``number``), all entries differ from each other, sequences have their full length,
+    no box overlaps another, and an entry is repeated once.
+    """
 
     def __init__(self, number: float = 1.0) -> None:
         super().__init__()
@@ -135,7 +164,94 @@ class AssumedValues(private.TorchDispatchMode):
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         if private.packet_of(func) in (_aten.index, _aten.index_put, _aten.index_put_):
             return func(args[0], _expanded(args[1]), *args[2:], **kwargs)
+        packet = private.packet_of(func)
+        if packet is _aten.repeat_interleave:
+            return args[0].new_empty(args[0].numel(), dtype=torch.int64)
+        if packet in (_aten._unique2, _aten.unique_consecutive, _aten.unique_dim, _aten._unique):
+            return _all_differ(packet, *args, **kwargs)
+        if packet is _aten._pack_padded_sequence:
+            return _packed(*args, **kwargs)
+        if packet.__name__ == "nms":
+            return args[0].new_empty(len(args[0]), dtype=torch.int64)
+        if packet is _aten.bincount:
+            return args[0].new_empty(max(2, kwargs.get("minlength", args[2] if len(args) > 2 else 0)))
+        if packet is _aten._ctc_loss:
+            steps, size = args[0].shape[:2]
+            longest = args[1].shape[1] if args[1].dim() > 1 else args[1].numel()
+            return args[0].new_empty(size), args[0].new_empty(size, steps, 2 * longest + 1)
         raise private.DynamicOutputShapeException(func)
+
+
+def _all_differ(packet: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """What ``unique`` and its kin return for entries that all differ: entries, places in them, and counts."""
+    if packet is _aten.unique_dim:
+        along = tensor.shape[args[0] if args else kwargs["dim"]]
+        indices = tensor.new_empty(along, dtype=torch.int64)
+        return torch.empty_like(tensor), indices, torch.empty_like(indices)
+    values = tensor.new_empty(tensor.numel())
+    places = tensor.new_empty(tensor.shape, dtype=torch.int64)
+    if packet is _aten._unique:
+        return values, places
+    return values, places, tensor.new_empty(tensor.numel(), dtype=torch.int64)
+
+
+def _packed(tensor: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Entries of padded sequences in a row, and how many sequences have one at each time."""
+    size, steps = tensor.shape[:2] if batch_first else tensor.shape[1::-1]
+    known = private.value_of(lengths)
+    with private.no_dispatch():
+        found = [steps] * size if known is None else known.tolist()
+        sizes = torch.tensor([sum(length > step for length in found) for step in range(max(found))])
+    return tensor.new_empty(sum(found), *tensor.shape[2:]), private.fake_with_value(private.mode_of(tensor), sizes)
+
+
+class AssumedArrays(TorchFunctionMode):
+    """Answers what no dispatcher sees: NumPy gets ones for values that do not exist; packed sequences run as one."""
+
+    def __init__(self, counts: AssumedValues) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__) and is_fake(args[0]):
+            return self._array(args[0])
+        if func in private.RECURRENT and isinstance(args[2], (torch.Tensor, tuple)) and is_fake(args[0]):
+            return _packed_run(func, *args)
+        if func is private.pad_sequences and is_fake(args[0]):
+            return _padded(*args)
+        if func in (torch.istft, torch.Tensor.istft) and is_fake(args[0]):
+            return private.istft_in_parts(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _array(self, tensor: torch.Tensor) -> Any:
+        known = private.value_of(tensor)
+        self._counts.assumed_values += known is None
+        with private.no_dispatch():
+            return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).numpy()
+
+
+def _packed_run(func: Any, data: torch.Tensor, sizes: torch.Tensor, state: Any, *settings: Any) -> Any:
+    """Results of a recurrent layer on packed sequences, which take the compute of one that is as long as all."""
+    states = state if isinstance(state, tuple) else (state,)
+    first = tuple(each[:, :1].contiguous() for each in states)
+    output, *after = func(data.unsqueeze(1), first if isinstance(state, tuple) else first[0], *settings, False)
+    return output.squeeze(1), *(each.expand_as(state) for each, state in zip(after, states, strict=True))
+
+
+def _padded(
+    data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed sequences side by side, and their lengths."""
+    counts = private.value_of(sizes)
+    with private.no_dispatch():
+        counted = [1] * len(sizes) if counts is None else counts.tolist()
+    batch, steps = max(counted), max(total, len(counted))
+    padded = data.new_full((batch * steps, *data.shape[1:]), value)
+    padded = padded.index_add(0, data.new_empty(len(data), dtype=torch.int64), data).unflatten(0, (batch, steps))
+    with private.no_dispatch():
+        lengths = torch.tensor([sum(count > place for count in counted) for place in range(batch)])
+    known = private.fake_with_value(private.mode_of(data), lengths)
+    return padded if batch_first else padded.transpose(0, 1), known
 
 
 def _expanded(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

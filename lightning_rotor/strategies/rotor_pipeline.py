@@ -50,7 +50,7 @@ from lightning_rotor.pipeline.placement import (
 from lightning_rotor.pipeline.runner import ForwardContext
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions, current, never_called
-from lightning_rotor.planned.modules import Target
+from lightning_rotor.planned.target_search import Target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.values import call_with, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates

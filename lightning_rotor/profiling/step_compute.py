@@ -1,0 +1,167 @@
+"""FLOPs of every submodule in one training step, counted in a dry run: where a step computes.
+
+The dry run ends early where the step needs a value that does not exist. What ran before that counts all the same, and
+``stopped_at`` says where it ended, so that nobody takes a part for the whole.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from traceback import extract_tb
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ProfilingError
+from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of, with_values
+from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.profiling.dry_run import MOST_KNOWN, AssumedArrays, AssumedValues, fake_copy, without_trace
+from lightning_rotor.stages.snapshot import is_users
+
+_log = logging.getLogger(__name__)
+# A loop that waits for a value would never end, since values do not change.
+_MOST_READS = 1000
+_LONGEST_REASON = 300
+
+
+class StepCompute(AssumedValues):
+    """FLOPs of the forwards in one training step, counted while it runs, by dotted names of submodules.
+
+    Attributes:
+        total: FLOPs of all forwards.
+        plannable: FLOPs inside of modules that a plan could run: in training mode, with gradients enabled and flowing
+            through the output.
+        calls: How often each of these was called.
+        unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
+        stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.utils.flop_counter import flop_registry  # it imports triton, which takes a tenth of a second
+
+        super().__init__()
+        self._formulas = flop_registry
+        self.total = 0
+        self.plannable: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+        self.unfinished: set[str] = set()
+        self.stopped_at = ""
+        self._running: list[str] = []
+        for name, module in model.named_modules():
+            # Not a hook: those do not fire when a forward is called by its name.
+            module.__dict__["forward"] = partial(self._call, name, module, module.forward)
+
+    def share(self, name: str) -> float:
+        """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
+        return self.plannable[name] / self.total if self.total else 0.0
+
+    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        recursive, before = name in self._running, self.total
+        self._running.append(name)
+        try:
+            output = forward(*args, **kwargs)
+        except BaseException:
+            if learning and not recursive:
+                self.unfinished.add(name)
+                self._count(name, self.total - before)
+            raise
+        finally:
+            self._running.pop()
+        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
+            self._count(name, self.total - before)
+        return output
+
+    def _count(self, name: str, flops: int) -> None:
+        self.plannable[name] += flops
+        self.calls[name] += 1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assumed = self.assumed_values
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.assumed_values > _MOST_READS:
+            raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
+        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
+            self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs or {}, result)
+        return result
+
+
+def measure_compute(
+    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], *, replacements: Mapping[int, Any] | None = None
+) -> StepCompute:
+    """FLOPs of a step on copies without values of the model and ``inputs``, as far as it can run on those.
+
+    Args:
+        model: The model whose submodules are counted. It stays as it is.
+        inputs: What the step takes: tensors in containers, and anything else.
+        step: Takes a copy of the model, and one of the inputs.
+        replacements: By ``id``, what stands in the copies for objects that a dry run must not touch.
+    Raises:
+        ProfilingError: Nothing was counted: there can be no copy, or the step computes nothing.
+    """
+    try:
+        found = _count(model, inputs, step, replacements or {})
+    except Exception as error:  # deepcopy calls code of every class that users keep in their modules
+        raise ProfilingError(f"the model and its batch cannot be copied: {_text_of(error)}") from error
+    finally:
+        gc.collect()  # the copies hold each other, and what looks for tensors (a recording does) would still find them
+    if not found.total and not found.stopped_at:
+        raise ProfilingError("its dry run computes nothing")
+    return found
+
+
+def _count(
+    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
+) -> StepCompute:
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with without_trace(device, model.modules()), with_values(MOST_KNOWN), fake as mode:
+        duplicate, inputs = fake_copy((model, inputs), mode, replacements, with_values=True)
+        found = StepCompute(duplicate)
+        try:
+            with found, AssumedArrays(found):
+                step(duplicate, inputs)
+        except Exception as error:  # whatever a step does that was written for real tensors
+            found.stopped_at = _place_of(error)
+            _log.info("the dry run of a step ended at %s: %s", found.stopped_at, _text_of(error))
+    return found
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+
+
+def _place_of(error: Exception) -> str:
+    """The user's line that an error comes from. What torch says of tensors without values means nothing to users."""
+    frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
+    if not frames:
+        return f"a {type(error).__name__}"
+    return f"{frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line}"
+
+
+def _outputs_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in an output, also in one of the user's own classes."""
+    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
+
+
+def _flops(formula: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    name = packet_of(func).__name__
+    if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
+        query, key, value = args[:3]
+        pairs = query.shape[:-1].numel() * key.shape[-2]
+        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+    if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
+        weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
+        return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
+    if formula is not None:
+        return int(formula(*args, **kwargs, out_val=result))
+    if func.is_view:
+        return 0
+    return sum(tensor.numel() for tensor in tensors_in(result))
