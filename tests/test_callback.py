@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, UnitError
 from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
@@ -37,7 +38,7 @@ class Recorder(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx in self._measured:
-            self._base = allocated_bytes(model, trainer.optimizers, batch, CPU)
+            self._base = allocated_bytes(model, trainer.optimizers, tensors_in(batch), CPU)
             self._meter = StepMeter(CPU)
             self._meter.start()
 

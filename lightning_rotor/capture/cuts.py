@@ -80,6 +80,13 @@ class GraphCut:
         self.guards.watch = watch
         return True
 
+    def opaque_share(self) -> float:
+        """The part of all saved bytes that is inside of modules which became one operation, between 0 and 1."""
+        memory = self.recording.memory
+        saved = {node: op.saved_bytes for node, op in memory.items()}
+        inside = sum(size for node, size in saved.items() if node.op == "call_module" and node.target in self.opaque)
+        return inside / max(sum(saved.values()), 1)
+
     def lives_in(self, modules: set[nn.Module]) -> bool:
         """True if all modules that it runs are still among these."""
         return all(called in modules for stage in self.stages for called in stage.called_modules())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import gt
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -38,7 +40,7 @@ class Observers:
             for table in private.hook_tables(module, private.HOOKS[:2]):
                 for key, hook in [*table.items()]:
                     # A watch of a surrounding pass hears of it, too.
-                    table[key] = watched = _Watched(hook)
+                    table[key] = watched = _Watched(hook, module)
                     self._watched.append((table, key, watched))
 
     def settle(self, before: Snapshot) -> None:
@@ -49,6 +51,12 @@ class Observers:
         quiet = [each for each in self._watched if not each[2].acted]
         acting = [watched.innermost for _, _, watched in self._watched if watched.acted]
         own_code = [module for module in self._modules if has_own_code(module)]
+        if any(watched.kept for _, _, watched in self._watched):
+            # Code around hooked modules may read what hooks keep, wherever that is: transformers collects hidden states
+            # so. All hooks in there run again then, for the place in the collection counts as well.
+            around = {below for module in own_code for below in module.modules() if below is not module}
+            if any(watched.kept and watched.module in around for _, _, watched in self._watched):
+                quiet = [each for each in quiet if each[2].module not in around]
         if quiet and (acting or own_code):
             shared = Snapshot((*own_code, *acting), hooks=False).owners & before.changed()
             quiet = [
@@ -66,13 +74,20 @@ class Observers:
 
 
 class _Watched:
-    """A hook, whether it has ``acted`` (not only looked), and whether it has ``marked`` attributes of its module."""
+    """A hook, and what it has done.
 
-    __slots__ = ("acted", "hook", "marked")
+    Attributes:
+        acted: It has not only looked: it has returned or changed something.
+        marked: It has set attributes of its module.
+        kept: It has kept one of the tensors that it was given.
+        module: The module whose hook it is; None for a hook of all modules.
+    """
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-        self.acted = self.marked = False
+    __slots__ = ("acted", "hook", "kept", "marked", "module")
+
+    def __init__(self, hook: Callable[..., Any], module: nn.Module | None) -> None:
+        self.hook, self.module = hook, module
+        self.acted = self.marked = self.kept = False
 
     @property
     def innermost(self) -> Callable[..., Any]:
@@ -85,6 +100,8 @@ class _Watched:
     def __call__(self, *given: Any) -> Any:
         """Call the hook."""
         before, marks = _looks_of(given), _marks_on(given[0])
+        tensors = tensors_in(given)
+        holders = list(map(getrefcount, tensors))
         hooks = private.hooks_for_saved_tensors()
         if hooks is None:
             result = self.hook(*given)
@@ -99,6 +116,7 @@ class _Watched:
                 result = self.hook(*given)
         self.acted = self.acted or result is not None or before != _looks_of(given)
         self.marked = self.marked or marks != _marks_on(given[0])
+        self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
         return result
 
 

@@ -153,6 +153,9 @@ class KeyValueCaches:
         self._configs = [vars(each) for each in configs.values() if vars(each).get("use_cache") is True]
         self._has_told = False
 
+    def __bool__(self) -> bool:
+        return bool(self._configs)
+
     @contextmanager
     def off(self) -> Iterator[None]:
         """Context in which they are left out, unless a call asks for them."""
@@ -197,7 +200,7 @@ class PlannedForward:
         self.plans = Plans(module, source, settings, name)
         self._module, self._source = module, source
         self._buffers = CopiedBuffers()
-        self._caches = KeyValueCaches(module)
+        self.caches = KeyValueCaches(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
@@ -213,7 +216,7 @@ class PlannedForward:
         plainly = partial(type(module).forward, module, *args, **kwargs)
         if not self._plans_for(module, args, kwargs):
             return plainly()
-        with self._caches.off():
+        with self.caches.off():
             call = self._settled(args, kwargs) or self._prepared(args, kwargs)
             if call is None:
                 return plainly()
@@ -248,12 +251,17 @@ class PlannedForward:
         """The entry that a call runs with, or None if it runs plainly."""
         if self.plans.together:
             self.plans.follow_others(args, kwargs)
+        made = self.plans.cuts_made
         try:
             signature, value = self.plans.bind(args, kwargs)
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
-            if self.plans.has_cut:
+            if made:
                 raise
             self._source.on_unsupported(self.plans, error)
+            return None
+        objection = None if made else self._source.objection(self.plans, signature.cut)
+        if objection is not None:
+            self._source.on_unsupported(self.plans, objection)
             return None
         try:
             return signature, value, self.plans.prepare(signature, value)
@@ -346,6 +354,25 @@ def _is_like(value: Any, signature: Signature) -> bool:
         and tuple([(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")])
         == signature.autocast
     )
+
+
+class ForwardWithoutCaches:
+    """Runs a module whose parts are planned, and which would ask them for caches that nobody reads in training."""
+
+    active = False  # a plan for the module, or for what is inside of it, is not in its way
+
+    def __init__(self, caches: KeyValueCaches) -> None:
+        self._caches = caches
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inactive, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of the module."""
+        if not (module.training and torch.is_grad_enabled()):
+            return type(module).forward(module, *args, **kwargs)
+        with self._caches.off():
+            return type(module).forward(module, *args, **kwargs)
 
 
 def inactive() -> PlannedForward:

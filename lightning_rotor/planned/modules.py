@@ -12,18 +12,29 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planned.cache import model_fingerprint
-from lightning_rotor.planned.forward import PlannedForward, attach, detach, inactive, is_attached
+from lightning_rotor.planned.forward import (
+    ForwardWithoutCaches,
+    KeyValueCaches,
+    PlannedForward,
+    attach,
+    detach,
+    inactive,
+    is_attached,
+)
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
-from lightning_rotor.planned.target_search import Target, TargetSearch, named_target, spelled_shares
+from lightning_rotor.planned.target_search import Target, TargetSearch, may_be_planned, named_target, spelled_shares
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER, is_compiled
 from lightning_rotor.private.values import tensors_in
 
 _log = logging.getLogger(__name__)
+_MOST = 0.5
+"""A module with more of its saved bytes in parts that are one stage is planned in parts."""
 _SLIGHT = 0.01
 """A module that was found in the first step is not planned if less of its calls' time and bytes are in it."""
 
@@ -34,6 +45,7 @@ class PlannedModule:
 
     target: Target
     plans: Plans
+    caches: KeyValueCaches
 
     def to_plain(self) -> dict[str, Any]:
         """What is known of it, for checkpoints."""
@@ -88,6 +100,7 @@ class PlannedModules:
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
         self._unseen: dict[str, Target] = {}
+        self._around: list[nn.Module] = []  # modules whose parts are planned
         self._refusals: list[RotorError] = []
         self.is_guess = self._is_news = False
 
@@ -198,6 +211,21 @@ class PlannedModules:
             and count * chain.kept_bytes < _SLIGHT * kept_bytes
         }
 
+    def objection(self, plans: Plans, cut: SequentialCut | GraphCut) -> ModelError | None:
+        """An error if most of a module that nobody has named is in parts that are one stage, and that can be planned.
+
+        A model may do one thing that no recording can hold around all of its layers: it sets an attribute, or asks for
+        a value. Then its parts are planned.
+        """
+        if self._search is None or not isinstance(cut, GraphCut) or cut.opaque_share() < _MOST:
+            return None
+        target = next(module.target for module in self if module.plans is plans)
+        inside = [cut.module.get_submodule(path) for path in cut.opaque]
+        if not any(may_be_planned(part) for module in inside for part in list(module.modules())[1:]):
+            return None
+        (path, reason), *_ = cut.opaque.items()
+        return ModelError(f"{target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
+
     def refuse(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
         if self._search is None:
@@ -208,6 +236,9 @@ class PlannedModules:
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
         found = [each.target for each in self if each is not module and each.target.is_unseen]
         self._take([*found, *self._search.targets()])
+        if module.caches:
+            attach(module.target.module, ForwardWithoutCaches(module.caches))
+            self._around.append(module.target.module)
 
     def is_alone(self, plans: Plans) -> bool:
         """True if a step calls nothing else that is planned, as far as is known."""
@@ -218,9 +249,9 @@ class PlannedModules:
         """Give all of them their own forwards back."""
         for name in list(self._unseen):
             self._dismiss(name)
-        for module in self:
-            detach(module.target.module)
-        self._modules = []
+        for module in (*self._around, *(each.target.module for each in self)):
+            detach(module)
+        self._modules, self._around = [], []
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of now; ``BudgetError`` if none fits."""
@@ -294,7 +325,7 @@ class PlannedModules:
         _check_apart(self._loop.model, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
         attach(target.module, planned)
-        self._modules.append(PlannedModule(target, planned.plans))
+        self._modules.append(PlannedModule(target, planned.plans, planned.caches))
 
     def _await(self, targets: Collection[Target]) -> None:
         """Let modules wait for their first call, but those inside of one that is planned, or around one."""

@@ -19,9 +19,9 @@ from weakref import ReferenceType
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
-from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut, check_module
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ProfilerBusyError, ProfilingError, RotorError, UnitError
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, RotorError, UnitError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import (
@@ -87,6 +87,10 @@ class BudgetSource:
     def on_unsupported(self, plans: Plans, error: RotorError) -> None:
         """The module turned out to be no chain. It runs plainly, unless this raises."""
         raise error
+
+    def objection(self, plans: Plans, cut: SequentialCut | GraphCut) -> ModelError | None:
+        """Why a new cut of a module should not be planned, but the module's parts; None if it should."""
+        return None
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """The module cannot be measured in this call. It runs plainly this time, unless this raises."""
@@ -169,9 +173,9 @@ class Plans:
         return self.cache.latest[1].plan if len(self.cache) else None
 
     @property
-    def has_cut(self) -> bool:
-        """True if the module has ever turned out to be a chain."""
-        return self._cuts.made > 0
+    def cuts_made(self) -> int:
+        """How often the module was cut; 0 until it has turned out to be a chain."""
+        return self._cuts.made
 
     @property
     def together(self) -> bool:

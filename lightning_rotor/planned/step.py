@@ -18,8 +18,9 @@ from weakref import ReferenceType
 import torch
 from torch import nn
 
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
@@ -275,6 +276,10 @@ class StepPlanner(BudgetSource):
         self.modules.refuse(plans, error)
         if self.plan is not None:
             self.modules.tell()
+
+    def objection(self, plans: Plans, cut: SequentialCut | GraphCut) -> ModelError | None:
+        """Why the parts of a module should be planned in its place."""
+        return self.modules.objection(plans, cut)
 
     def on_busy(self, error: ProfilerBusyError) -> None:
         """Say once that the module runs plainly."""
