@@ -118,6 +118,7 @@ class StepPlanner(BudgetSource):
             self._tell_if_nothing_is_planned()
             if self.watch.stop() and not step.is_first and self.watch.backward_peak_bytes > self.limit.size_bytes:
                 self.limit.exceeded_without_a_plan(self.watch.backward_peak_bytes)
+        self.modules.tell()
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
@@ -151,7 +152,6 @@ class StepPlanner(BudgetSource):
         if len(step.numbers) == 1:
             step.is_shared = False
             self.modules.unplan(lambda plan: False)
-        self.modules.tell()
 
     def _follow(self, step: Step, *, is_measured: bool) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
@@ -238,11 +238,10 @@ class StepPlanner(BudgetSource):
         self.plan = plan
         self.watch.renew()
         self.is_settled = False
+        if any(module.plans.plan is None for module in self.modules):
+            return  # others are still to be measured, which takes torch's profiler away again, or may be refused
         self.modules.tell()
-        if self._step is None or self._step.is_over or self.watch.running:
-            return
-        # Not while others are still to be measured, which takes torch's profiler away again.
-        if all(module.plans.plan is not None for module in self.modules):
+        if self._step is not None and not self._step.is_over and not self.watch.running:
             self.watch.start(self.loop, self._step.batch)
 
     def on_start(self, value: Any) -> None:
@@ -274,8 +273,6 @@ class StepPlanner(BudgetSource):
     def on_unsupported(self, plans: Plans, error: RotorError) -> None:
         """From inside the first forward: plan what is next best, unless the user has named this one."""
         self.modules.refuse(plans, error)
-        if self.plan is not None:
-            self.modules.tell()
 
     def objection(self, plans: Plans, cut: SequentialCut | GraphCut) -> ModelError | None:
         """Why the parts of a module should be planned in its place."""

@@ -168,9 +168,8 @@ class TargetSearch:
     def _heavy(self, names: Sequence[str]) -> list[str]:
         """Modules apart from each other that have much of the compute by themselves or with their equals."""
         assert self._compute is not None or not names
-        kept = self._apart(names)
         groups: dict[tuple[str, type], list[str]] = {}
-        for name in kept:
+        for name in self._apart([*names, *self._skipped(names)]):
             kind = type(self._model.get_submodule(name))
             groups.setdefault((name.rpartition(".")[0], kind), []).append(name)
         shares = {group: sum(map(self._share, members)) for group, members in groups.items()}
@@ -182,6 +181,18 @@ class TargetSearch:
             for name in members
         ]
         return sorted(heavy, key=self._share, reverse=True)
+
+    def _skipped(self, names: Sequence[str]) -> list[str]:
+        """Equals of met modules that the dry run has not called. Which layers are skipped may be a draw."""
+        met = {(name.rpartition(".")[0], type(self._model.get_submodule(name))) for name in names}
+        return [
+            name
+            for parent in dict.fromkeys(parent for parent, _ in met)
+            for key, child in self._model.get_submodule(parent).named_children()
+            if (parent, type(child)) in met
+            and (name := f"{parent}.{key}".lstrip(".")) not in (*names, *self.refused)
+            and may_be_planned(child)
+        ]
 
     def _is_unfinished(self, names: Sequence[str]) -> bool:
         return self._compute is not None and not self._compute.unfinished.isdisjoint(names)

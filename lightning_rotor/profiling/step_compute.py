@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of, with_values
+from lightning_rotor.private.torch_names import (
+    FakeTensorMode,
+    backward_number,
+    fake_with_value,
+    mode_of,
+    no_dispatch,
+    packet_of,
+    with_values,
+)
 from lightning_rotor.private.values import tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import MOST_KNOWN, AssumedArrays, AssumedValues, fake_copy, without_trace
 from lightning_rotor.stages.snapshot import is_users
@@ -52,6 +60,7 @@ class StepCompute(AssumedValues):
         self.unfinished: set[str] = set()
         self.stopped_at = ""
         self._running: list[str] = []
+        self._draws = torch.Generator().manual_seed(0)
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
             module.__dict__["forward"] = partial(self._call, name, module, module.forward)
@@ -85,12 +94,24 @@ class StepCompute(AssumedValues):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         assumed = self.assumed_values
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
         if self.assumed_values == assumed and backward_number() is None:  # not in a backward
             self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs or {}, result)
         return result
+
+    def _drawn(self, func: Any, result: Any) -> Any:
+        """A result, with a value if it is a random number that a step may ask: whether to skip a layer, say."""
+        draw = _DRAWS.get(packet_of(func))
+        if draw is None or result.numel() > 1 or not result.is_floating_point() or result.device.type != "cpu":
+            return result
+        with no_dispatch():  # from a generator of its own, as the step's must not move
+            value = draw(result.shape, generator=self._draws).to(result.dtype)
+        return fake_with_value(mode_of(result), value)
+
+
+_DRAWS = {torch.ops.aten.rand: torch.rand, torch.ops.aten.randn: torch.randn}
 
 
 def measure_compute(
