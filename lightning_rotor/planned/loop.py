@@ -26,7 +26,7 @@ from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.private.sharding import messages_bytes
 from lightning_rotor.private.torch_names import FakeTensorMode, backward_number, packet_of
 from lightning_rotor.private.values import tensors_in, tree_leaves
-from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import MemoryLimit, format_bytes
@@ -217,12 +217,17 @@ def _count(
     model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
 ) -> StepCompute:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with without_trace(device, model.modules()), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        duplicate, inputs = fake_copy((model, inputs), mode, replacements)
-        found = StepCompute(duplicate)
-        with found:
-            step(duplicate, inputs)
-    return found
+
+    def run() -> StepCompute:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            duplicate, copied = fake_copy((model, inputs), mode, replacements)
+            found = StepCompute(duplicate)
+            with found:
+                step(duplicate, copied)
+        return found
+
+    with without_trace(device, model.modules()) as generators:
+        return run_dry(run, generators)
 
 
 def _outputs_in(value: Any) -> list[torch.Tensor]:
