@@ -229,7 +229,7 @@ def test_code_that_draws_is_told_from_code_that_does_not() -> None:
             torch.rand(1)
             assert drawn_since(before, lambda: None) == set()  # another thread's, for all that can be told
             np.random.rand()  # noqa: NPY002
-            assert drawn_since(before, np.random.rand) == {NUMPY}  # noqa: NPY002
+            assert drawn_since(before, np.random.rand) == {NUMPY}
             assert drawn_since(before, lambda: None, certain={HOST, NUMPY}) == {HOST, NUMPY}
     finally:
         over.set()

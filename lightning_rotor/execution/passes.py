@@ -426,7 +426,7 @@ class FirstPass:
                 before, observers = self._watched
                 observers.settle(before)
         if self.generators is not None:
-            self.drawn = self.generators.changed()
+            self.drawn = self.generators.changed() if self.generators.shared else self.generators.kinds
         if self._watched is not None:
             self._watched[0].require_undoable()
         self.read.require_untouched()

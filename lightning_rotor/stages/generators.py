@@ -85,8 +85,8 @@ class GeneratorStates:
         return frozenset(kind for kind, then in self._states.items() if not _same_state(kind, then, self._read(kind)))
 
     def restore(self, kinds: Collection[str] | None = None) -> None:
-        """Set the generators, by default all, back to this state. What has not moved is not touched."""
-        moved = self.changed()
+        """Set the generators, by default all, back to this state. What others may draw from and has not moved stays."""
+        moved = self.changed() if self.shared else self.kinds  # looking takes 5 kB for torch's
         for kind, state in self._states.items():
             if kind not in moved or (kinds is not None and kind not in kinds):
                 continue
