@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.graph_stage import OF
 from lightning_rotor.capture.guards import Call, CallGuards, Watch
 from lightning_rotor.capture.operations import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
 from lightning_rotor.capture.recorder import Recorder, Recording
@@ -133,8 +132,7 @@ def _why_anew(like: Sequence[GraphCut], recording: Recording) -> str:
 
 def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> Watch:
     """What must stay as it is: the modules whose code was recorded, and what it read outside of them."""
-    called = [node.meta[OF] for node in recording.graph.nodes if node.op == "call_module"]
-    inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
+    inside = recording.run_as_they_are
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
     return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs)
 
@@ -281,6 +279,7 @@ class _Attempts:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
+        recorder.surroundings.note_layers(recording.run_as_they_are)
         recording.notes.settle()
         return _Attempt(recorder, recording, module)
 

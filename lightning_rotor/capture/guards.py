@@ -8,17 +8,19 @@ training call, in a few microseconds.
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import sys
+import threading
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, ItemsView, Iterable, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, contains, itemgetter
 from struct import calcsize, pack
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +44,7 @@ from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import (
     CLASS_ENTRIES,
     ENTRIES,
+    OWN_THREAD,
     PLAIN,
     Kind,
     Snapshot,
@@ -238,6 +241,8 @@ class Copies:
             return copy
         if isinstance(value, partial):
             return kind, self.of(value.func), self.of(value.args), self.of(value.keywords)
+        if isinstance(value, VIEWS):
+            return kind, tuple(map(self.of, gc.get_referents(value)))
         state = _state_of(value)
         if state is not None:
             self._others[id(value)] = value
@@ -287,6 +292,8 @@ def _slots_in(value: Any) -> Any:
 
 FILLED = (list, tuple, dict, set, frozenset, deque)
 """Containers, whose entries are compared, not the containers."""
+VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
+"""What shows the entries of another container, to which it refers."""
 MOST_COMPARED, MOST_COMPARED_BYTES = 20_000, 1024**2
 """Entries of a container, and bytes of an array, that are compared at each call."""
 
@@ -511,11 +518,11 @@ class Place(NamedTuple):
         return self.kind.read(self.owner, self.name)
 
 
-def _readers(places: Iterable[Place]) -> Callable[[], tuple[Any, ...]]:
-    """What reads all places at once, as quick as it gets; () if one is gone."""
+def _readers(places: Iterable[Place], of_threads: Iterable[Any]) -> Callable[[], tuple[Any, ...]]:
+    """What reads all places at once, and how many attributes this thread sees, as quick as it gets; () if one is gone."""
     names: defaultdict[int, list[str]] = defaultdict(list)
     namespaces: dict[int, Any] = {}
-    others: list[Callable[[], Any]] = []
+    others: list[Callable[[], Any]] = [lambda local=local: len(vars(local)) for local in of_threads]  # type: ignore[misc]
     for place in places:
         if place.kind in (ENTRIES, CLASS_ENTRIES):
             namespaces[id(place.owner)] = place.owner if place.kind is ENTRIES else vars(place.owner)
@@ -581,7 +588,7 @@ class Notes:
 
     def watch(self, kind: Kind, owner: Any) -> None:
         """Note something in which more of the names could appear."""
-        if kind in (ENTRIES, CLASS_ENTRIES):
+        if kind in (ENTRIES, CLASS_ENTRIES, OWN_THREAD):
             self._namespaces[id(owner)] = owner
 
     def look_up(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
@@ -594,7 +601,7 @@ class Notes:
 
     def _tables(self) -> list[Any]:
         """The namespaces that count."""
-        owners = [vars(owner) if isinstance(owner, type) else owner for owner in self._namespaces.values()]
+        owners = [owner if isinstance(owner, dict) else vars(owner) for owner in self._namespaces.values()]
         return [*owners, *(namespace for namespace, _ in self._looked_up.values())]
 
     def _names_present(self) -> list[frozenset[str]]:
@@ -617,7 +624,9 @@ class Notes:
                 return False
             if not all(noted.holds(copies) for noted in self._noted.values()):
                 return False
-            copies.settle(_readers(noted.place for noted in self._noted.values()), self._tables())
+            of_threads = [owner for owner in self._namespaces.values() if isinstance(owner, threading.local)]
+            read = _readers((noted.place for noted in self._noted.values()), of_threads)
+            copies.settle(read, self._tables())
             self._copies = copies
         return True
 

@@ -95,6 +95,12 @@ class Recording:
     guards: SizeGuards
     notes: Notes
 
+    @property
+    def run_as_they_are(self) -> set[nn.Module]:
+        """Modules whose code runs at each call, as their settings say then."""
+        called = [node.meta[OF] for node in self.graph.nodes if node.op == "call_module"]
+        return {below for leaf in (*self.leaves, *called) for below in leaf.modules()}
+
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
         return not first_difference(self.graph, other.graph) and all(

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from types import (
     BuiltinMethodType,
     CodeType,
@@ -46,7 +47,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_rotor.capture.guards import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, Notes, Place, entries_of
+from lightning_rotor.capture.guards import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, Notes, Place, entries_of
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import attributes_of
@@ -84,6 +85,19 @@ def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
             yield from constant.split(".") if "." in constant else (constant,)  # attrgetter("model.scale")
         elif type(constant) in (tuple, frozenset):
             yield from _strings_in(constant)
+
+
+@lru_cache(maxsize=4096)
+def _names_of_others(code: CodeType) -> frozenset[str]:
+    """Names of attributes in code that it reads of anything but its first argument, which is mostly ``self``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    own = code.co_varnames[:1] if code.co_argcount else ()
+    found = {
+        str(step.argval)
+        for before, step in pairwise(steps)
+        if step.opname == "LOAD_ATTR" and not (before.opname.startswith("LOAD_FAST") and before.argval in own)
+    }
+    return frozenset(found) | (frozenset(_strings_in(code.co_consts)) if "getattr" in code.co_names else frozenset())
 
 
 _WHOLE = frozenset(("vars", "__dict__", "asdict", "astuple", "fields", "__getattribute__", "eval", "exec", "locals"))
@@ -209,7 +223,8 @@ class Reach:
             raise UntraceableError(f"it can read more than {_MOST_VALUES} values outside of modules, through {where!r}")
         self._seen[id(value)] = value
         _require_comparable(value, where)
-        self._pending += [(entry, path, f"{where}[…]", level) for entry in _parts_of(value)]
+        inside = level if isinstance(value, FILLED) else 2
+        self._pending += [(entry, path, f"{where}[…]", inside) for entry in _parts_of(value)]
         for holder in _holders_of(value, where, path):
             if level == 0 and holder.is_object:
                 holder.level = 1
@@ -267,6 +282,8 @@ def _parts_of(value: Any) -> Iterable[Any]:
         return [entry for entry in entries_of(value) if not isinstance(entry, type)]
     if isinstance(value, FILLED):
         return entries_of(value)
+    if isinstance(value, VIEWS):
+        return gc.get_referents(value)
     match value:
         case MethodType():
             return value.__self__, value.__func__
@@ -346,6 +363,15 @@ class Surroundings:
         self._thread = threading.get_ident()
         self._known: set[tuple[CodeType, type]] = set()
         self._read_functions: set[FunctionType] = set()
+        self._read_of_others: set[str] = set()
+
+    def note_layers(self, layers: Iterable[nn.Module]) -> None:
+        """Note what code around them has read of layers that run as they are, besides calling them."""
+        for layer in layers:
+            if layer in self._modules and not isinstance(layer, torch.jit.ScriptModule):
+                for name in self._read_of_others & layer.__dict__.keys() - private.STRUCTURE:
+                    place = Place(kinds.ENTRIES, layer.__dict__, name)
+                    self._reach.read(place, "", f"{type(layer).__name__}.{name}")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -431,6 +457,7 @@ class Surroundings:
         """Follow what the names in code may mean: globals, their attributes, and those of the first argument's class."""
         code, outside = frame.f_code, frame.f_globals
         self._reach.learn(_names_in(code), wholly=_reads_whole_objects(code))
+        self._read_of_others |= _names_of_others(code)
         self.notes.look_up(outside, globals_of(code))
         for name in globals_of(code):
             if name in outside:

@@ -401,7 +401,7 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
 
 def dict_of_thread(local: Any) -> dict[str, Any]:
     """The attributes that this thread sees in a ``threading.local``."""
-    found: dict[str, Any] = object.__getattribute__(local, "__dict__")
+    found: dict[str, Any] = vars(local)
     return found
 
 
