@@ -24,9 +24,9 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.capture.operations import draws
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.stages.generators import DrawsSeen
 from lightning_rotor.stages.sequential import Stage
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -133,23 +133,13 @@ def _compile_under(
 # -------------------------------------------------------------------- random numbers
 
 
-class _Draws(private.TorchDispatchMode):
-    """Notes whether an operation draws random numbers."""
-
-    seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or draws(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
 def _may_draw(graph: fx.GraphModule) -> bool:
     """True if a graph draws random numbers, as far as a run without values can tell."""
     values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
     fake = next((value.fake_mode for value in values if isinstance(value, private.FakeTensor)), None)
     if fake is None:
         return True
-    draws = _Draws()
+    draws = DrawsSeen()
     # Symbols for values that are read out of tensors are those of this run alone.
     symbols = fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else nullcontext()
     try:
@@ -157,7 +147,7 @@ def _may_draw(graph: fx.GraphModule) -> bool:
             graph(*(value.detach() if isinstance(value, torch.Tensor) else value for value in values))
     except Exception:  # operations of higher order may refuse a mode that they do not know
         return True
-    return draws.seen
+    return bool(draws.kinds)
 
 
 # -------------------------------------------------------------------- what the user asked for

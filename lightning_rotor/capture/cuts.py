@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.boundaries import stages_of
-from lightning_rotor.capture.graph_stage import OF
 from lightning_rotor.capture.guards import Call, CallGuards, Watch
 from lightning_rotor.capture.operations import hide_trainers, hides_code, is_invertible_as_a_whole, tensor_attributes
-from lightning_rotor.capture.recorder import Recorder, Recording, closures
+from lightning_rotor.capture.recorder import Recorder, Recording
 from lightning_rotor.capture.size_guards import first_difference, line_of
+from lightning_rotor.capture.surroundings import functions
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
@@ -139,8 +139,7 @@ def _why_anew(like: Sequence[GraphCut], recording: Recording) -> str:
 
 def _watch(recording: Recording, inputs: Collection[tuple[nn.Module, str]]) -> Watch:
     """What must stay as it is: the modules whose code was recorded, and what it read outside of them."""
-    called = [node.meta[OF] for node in recording.graph.nodes if node.op == "call_module"]
-    inside = {below for leaf in (*recording.leaves, *called) for below in leaf.modules()}
+    inside = recording.run_as_they_are
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
     return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs)
 
@@ -165,7 +164,7 @@ class _Attempts:
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque = {module.get_submodule(path): why for cut in known for path, why in cut.opaque.items()}
         self._failures = Counter(map(type, self._opaque))
-        self._closures = cache(closures)
+        self._functions = cache(functions)
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""
@@ -247,7 +246,7 @@ class _Attempts:
 
     def _attempt(self) -> _Attempt:
         """Record once, and set back whatever the forward has changed."""
-        recorder = Recorder(self._module, self._call, self._is_opaque, self._closures)
+        recorder = Recorder(self._module, self._call, self._is_opaque, self._functions)
         notes = recorder.surroundings.notes
         module, modules = self._module, tuple(self._module.modules())
         device = self._call.tensors[0].device if self._call.tensors else torch.device("cpu")
@@ -287,6 +286,7 @@ class _Attempts:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
+        recorder.surroundings.note_layers(recording.run_as_they_are)
         recording.notes.settle()
         return _Attempt(recorder, recording, module)
 

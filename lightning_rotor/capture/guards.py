@@ -8,16 +8,19 @@ training call, in a few microseconds.
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import threading
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, ItemsView, Iterable, KeysView, Mapping, Sequence, Set, ValuesView
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, contains, itemgetter
 from struct import calcsize, pack
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,12 +42,10 @@ from lightning_rotor.private.values import (
 from lightning_rotor.stages.generators import generator_state
 from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import (
-    ABSENT,
-    CELL,
+    CLASS_ENTRIES,
     ENTRIES,
-    MOST_ENTRIES,
+    OWN_THREAD,
     PLAIN,
-    SMALL_BYTES,
     Kind,
     Snapshot,
     namespace_of,
@@ -213,34 +214,40 @@ def version_of(tensor: torch.Tensor) -> int:
 class Copies:
     """Copies of values, equal while these stay the same, and a quick way to tell that nothing in them has changed.
 
-    Lists and dicts are followed four levels deep, and configuration objects one level if ``objects``: what is in lists
-    and dicts inside of them is not.
+    Containers are followed to the end, and objects one level if ``objects``. What lies deeper in objects, and is read,
+    is among :class:`Notes`.
     """
 
     def __init__(self, *, objects: bool = True) -> None:
         self._follows_objects = objects
+        self._found: dict[int, Any] = {}  # copies of containers, so that one in itself comes to an end
         self._rows: dict[int, Any] = {}
         self._tables: dict[int, dict[Any, Any]] = {}
         self._others: dict[int, Any] = {}
 
-    def of(self, value: Any, depth: int = 4) -> Any:
+    def of(self, value: Any) -> Any:
         """The copy of a value."""
         kind, plain = type(value), _plain(value)
         if plain is not None:
             return plain
-        if isinstance(value, _FILLED) and depth and len(value) <= MOST_ENTRIES:
+        if isinstance(value, FILLED) and len(entries := entries_of(value)) <= MOST_COMPARED:
+            if id(value) in self._found:
+                return self._found[id(value)]
+            self._found[id(value)] = kind, len(self._found)
             (self._tables if isinstance(value, dict) else self._rows)[id(value)] = value  # type: ignore[assignment]
-            # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
-            entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
             kinds = tuple(map(type, entries))
-            if _FIXED.issuperset(kinds):
-                return kind, kinds, entries
-            return kind, tuple(self.of(entry, depth - 1) for entry in entries)
+            copy = (kind, kinds, entries) if _FIXED.issuperset(kinds) else (kind, tuple(map(self.of, entries)))
+            self._found[id(value)] = copy
+            return copy
+        if isinstance(value, partial):
+            return kind, self.of(value.func), self.of(value.args), self.of(value.keywords)
+        if isinstance(value, VIEWS):
+            return kind, tuple(map(self.of, gc.get_referents(value)))
         state = _state_of(value)
         if state is not None:
             self._others[id(value)] = value
             return Same(value), state
-        if not (self._follows_objects and depth) or isinstance(value, (nn.Module, type)):
+        if not self._follows_objects or isinstance(value, (nn.Module, type)):
             return Same(value)
         namespace = namespace_of(value) or {}
         if slots_of(kind):
@@ -283,16 +290,32 @@ def _slots_in(value: Any) -> Any:
     return tuple(_entry(slot(value, name)) for name in slots_of(type(value)))
 
 
-_FILLED = (list, tuple, dict, set, deque)
+FILLED = (list, tuple, dict, set, frozenset, deque)
+"""Containers, whose entries are compared, not the containers."""
+VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
+"""What shows the entries of another container, to which it refers."""
+MOST_COMPARED, MOST_COMPARED_BYTES = 20_000, 1024**2
+"""Entries of a container, and bytes of an array, that are compared at each call."""
+
+
+def entries_of(container: Any) -> tuple[Any, ...]:
+    """Entries of a container; keys come before values."""
+    # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
+    if isinstance(container, dict):
+        return *dict.keys(container), *dict.values(container)
+    base = next(base for base in FILLED if isinstance(container, base))
+    return tuple(base.__iter__(container))
 
 
 def _state_of(value: Any) -> Any:
-    """Version of a tensor, length of a list, bytes of a short array, state of a random generator; None for all else."""
+    """Version of a tensor, length of a long list, bytes of an array, state of a generator; None for all else."""
     if isinstance(value, torch.Tensor):
         return version_of(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
-        return value.tobytes()
-    return len(value) if isinstance(value, _FILLED) else generator_state(value)
+    if isinstance(value, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:
+        return value.shape, value.dtype.str, value.tobytes()
+    if isinstance(value, (bytearray, array)):
+        return bytes(value)
+    return len(entries_of(value)) if isinstance(value, FILLED) else generator_state(value)
 
 
 def _state_or_slots(value: Any) -> Any:
@@ -494,12 +517,28 @@ class Place(NamedTuple):
         """The value, or a mark if there is none."""
         return self.kind.read(self.owner, self.name)
 
-    def reader(self) -> Callable[[], Any]:
-        """:meth:`read`, as quick as it gets."""
-        if self.kind is CELL:
-            return self.read
-        namespace = self.owner if self.kind is ENTRIES else vars(self.owner)
-        return partial(namespace.get, self.name, ABSENT)
+
+def _readers(places: Iterable[Place], of_threads: Iterable[Any]) -> Callable[[], tuple[Any, ...]]:
+    """What reads all places at once, and how many attributes this thread sees, as quick as it gets; () if one is gone."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    namespaces: dict[int, Any] = {}
+    others: list[Callable[[], Any]] = [lambda local=local: len(vars(local)) for local in of_threads]  # type: ignore[misc]
+    for place in places:
+        if place.kind in (ENTRIES, CLASS_ENTRIES):
+            namespaces[id(place.owner)] = place.owner if place.kind is ENTRIES else vars(place.owner)
+            names[id(place.owner)].append(place.name)
+        else:
+            others.append(place.read)
+    # An itemgetter gives a tuple if it is asked for two names at least.
+    readers = [(itemgetter(*names[key], names[key][0]), namespace) for key, namespace in namespaces.items()]
+
+    def read() -> tuple[Any, ...]:
+        try:
+            return *chain.from_iterable([get(namespace) for get, namespace in readers]), *[get() for get in others]
+        except KeyError:
+            return ()
+
+    return read
 
 
 class _Noted:
@@ -534,6 +573,11 @@ class Notes:
     def __init__(self) -> None:
         self._noted: dict[tuple[int, str], _Noted] = {}
         self._copies: Copies | None = None
+        self.names: Set[str] = frozenset()  # that the code mentions
+        # Namespaces in which there must be no other of these names, or of those that are looked up there.
+        self._namespaces: dict[int, Any] = {}
+        self._looked_up: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._present: list[frozenset[str]] = []
 
     def take(self, place: Place, module_path: str) -> None:
         """Note what is at a place, unless it was noted before, and whose code is about to read it."""
@@ -542,13 +586,32 @@ class Notes:
             self._copies = None
             self._noted[key] = _Noted(place, module_path)
 
+    def watch(self, kind: Kind, owner: Any) -> None:
+        """Note something in which more of the names could appear."""
+        if kind in (ENTRIES, CLASS_ENTRIES, OWN_THREAD):
+            self._namespaces[id(owner)] = owner
+
+    def look_up(self, namespace: dict[str, Any], names: Iterable[str]) -> None:
+        """Note names that code looks up among globals, some of which may not be there."""
+        self._looked_up.setdefault(id(namespace), (namespace, set()))[1].update(names)
+
     def changed(self) -> tuple[str, str] | None:
         """Path of a module and a variable that has changed since it was read, but for loggers and caches; or None."""
         return next(((each.path, each.place.name) for each in self._noted.values() if each.is_changed()), None)
 
+    def _tables(self) -> list[Any]:
+        """The namespaces that count."""
+        owners = [owner if isinstance(owner, dict) else vars(owner) for owner in self._namespaces.values()]
+        return [*owners, *(namespace for namespace, _ in self._looked_up.values())]
+
+    def _names_present(self) -> list[frozenset[str]]:
+        """Of the names that count in each namespace, those that are there."""
+        names = [*repeat(self.names, len(self._namespaces)), *(names for _, names in self._looked_up.values())]
+        return [frozenset(table.keys() & those) for table, those in zip(self._tables(), names, strict=True)]
+
     def settle(self) -> None:
         """Take the present values as the noted ones."""
-        self._copies = None
+        self._copies, self._present = None, self._names_present()
         for key, noted in self._noted.items():
             if not noted.holds():
                 self._noted[key] = _Noted(noted.place, noted.path)
@@ -557,10 +620,13 @@ class Notes:
         """True if everything is as it was. This runs at every training call."""
         if self._copies is None or not self._copies.hold():
             copies = Copies(objects=False)
+            if self._names_present() != self._present:
+                return False
             if not all(noted.holds(copies) for noted in self._noted.values()):
                 return False
-            reads = [noted.place.reader() for noted in self._noted.values()]
-            copies.settle(lambda: [read() for read in reads])
+            of_threads = [owner for owner in self._namespaces.values() if isinstance(owner, threading.local)]
+            read = _readers((noted.place for noted in self._noted.values()), of_threads)
+            copies.settle(read, self._tables())
             self._copies = copies
         return True
 

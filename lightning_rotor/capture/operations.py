@@ -28,6 +28,7 @@ from lightning_rotor.private.torch_names import (
     written_arguments,
 )
 from lightning_rotor.private.values import address_of, tensors_in, tree_leaves
+from lightning_rotor.stages.generators import draws
 from lightning_rotor.stages.sequential import has_own_call, is_invertible, runs_members_in_a_row
 
 CONSTANTS = (
@@ -358,15 +359,6 @@ class DispatchCheck(TorchDispatchMode):
             read = _memories(tensors_in((args, kwargs)))  # aten::_unsafe_view says it makes some
             self._made.update(_memories(tensors_in(result)) - read)
         return result
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if an operation draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    defaults = {argument.name: argument.default_value for argument in schema_of(func).arguments}
-    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-    return bool(given.get("dropout_p", True))
 
 
 _ACCUMULATING = words(

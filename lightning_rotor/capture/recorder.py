@@ -16,16 +16,12 @@ What it cannot hold is an error; the module whose forward it happened in then be
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -42,7 +38,7 @@ from lightning_rotor.capture.graph_stage import (
     require_as_recorded,
     total,
 )
-from lightning_rotor.capture.guards import AUTOCAST, Call, Notes, Place, ambient, version_of
+from lightning_rotor.capture.guards import AUTOCAST, Call, Notes, ambient, version_of
 from lightning_rotor.capture.operations import (
     FUNCTIONS,
     METADATA,
@@ -60,151 +56,14 @@ from lightning_rotor.capture.operations import (
     spell,
 )
 from lightning_rotor.capture.size_guards import OWN, SizeGuards, ancestors, first_difference
+from lightning_rotor.capture.surroundings import Functions, Surroundings
 from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
 from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
-from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.snapshot import globals_of, is_users, is_users_class, namespace_of
-
-# ----------------------------------------------------------------------------------------------------
-# What recorded code reads outside of modules: globals, variables of enclosing functions, attributes of classes.
-
-
-Closures: TypeAlias = Callable[[], Mapping[CodeType, Sequence[tuple[Place, ...]]]]
-
-
-def closures() -> Mapping[CodeType, Sequence[tuple[Place, ...]]]:
-    """Variables of enclosing functions in users' functions, by their code. It looks at all functions, which is slow."""
-    found: defaultdict[CodeType, list[tuple[Place, ...]]] = defaultdict(list)
-    for function in gc.get_objects():
-        if type(function) is FunctionType and function.__closure__ and is_users(function.__code__.co_filename):
-            cells = zip(function.__closure__, function.__code__.co_freevars, strict=True)
-            found[function.__code__].append(tuple(Place(kinds.CELL, cell, name) for cell, name in cells))
-    return found
-
-
-_COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewritten when profiling starts or stops
-
-
-class Surroundings:
-    """Watches what code reads outside of modules; ``module_path`` is None for code that no recording holds.
-
-    ``written_by`` is the path of the first module whose code printed or wrote to a file.
-    """
-
-    def __init__(self, module_path: Callable[[], str | None], closures: Closures) -> None:
-        self._module_path = module_path
-        self._closures = closures
-        self.notes = Notes()
-        self.written_by: str | None = None
-        self._collecting = self._is_interrupted = False
-        self._thread = threading.get_ident()
-        self._known: set[tuple[CodeType, type]] = set()
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Context of a recording. A profiler that follows Python's calls by the same means pauses for its time."""
-        profiler: Any = sys.getprofile()
-        # First and last, so that finalizers and others' callbacks of garbage collection are no code of the module's.
-        gc.callbacks.insert(0, self._pause)
-        gc.callbacks.append(self._go_on)
-        if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
-            profiler.disable()
-        sys.setprofile(self._listen)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-            gc.callbacks.remove(self._pause)
-            gc.callbacks.remove(self._go_on)
-            if hasattr(profiler, "enable"):
-                profiler.enable()
-            else:
-                sys.setprofile(profiler)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Context of code that is not the module's. It runs several times as fast."""
-        if _COSTLY_TO_PAUSE or sys.getprofile() != self._listen:
-            yield
-            return
-        sys.setprofile(None)
-        try:
-            yield
-        finally:
-            sys.setprofile(self._listen)
-
-    # ---------------------------------------------------------------- while the code runs
-
-    def _pause(self, phase: str, _: Any) -> None:
-        if phase == "start" and threading.get_ident() == self._thread:
-            self._collecting = True
-            self._is_interrupted = sys.getprofile() == self._listen
-
-    def _go_on(self, phase: str, _: Any) -> None:
-        if phase == "stop" and threading.get_ident() == self._thread:
-            self._collecting = False
-            if self._is_interrupted and sys.getprofile() != self._listen:
-                # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.
-                sys.setprofile(self._listen)
-
-    def _listen(self, frame: FrameType, event: str, called: Any) -> None:
-        code = frame.f_code
-        if event == "c_call" and (called is print or called.__name__ == "write"):
-            self.written_by = self._module_path() if self.written_by is None else self.written_by
-        if event != "call" or self._collecting or not is_users(code.co_filename):
-            return
-        path = self._module_path()
-        if path is None:
-            return
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
-        places: list[Place] = []
-        if (code, kind) not in self._known:
-            self._known.add((code, kind))
-            places += _named(frame, kind)
-        # A frame has the values of enclosing functions' variables and not their cells.
-        for enclosing in self._closures().get(code, ()) if code.co_freevars else ():
-            if all(place.read() is frame.f_locals.get(place.name, kinds.ABSENT) for place in enclosing):
-                places += enclosing
-        with private.without_modes():  # looking at a tensor or a generator is none of the operations that are recorded
-            for place in places:
-                self.notes.take(place, path)
-
-
-def _named(frame: FrameType, kind: type) -> Iterator[Place]:
-    """Possible meanings of the names in code: globals, their entries, and entries of the first argument's class."""
-    code, outside = frame.f_code, frame.f_globals
-    # ``getattr(args, "scale", 1)`` names it, too.
-    names = tuple(dict.fromkeys((*code.co_names, *(entry for entry in code.co_consts if type(entry) is str))))
-    holders: list[Any] = [kind]
-    for name in globals_of(code):
-        if name in outside:
-            yield Place(kinds.ENTRIES, outside, name)
-            holders.append(outside[name])
-    for holder in holders:
-        yield from _entries_of_class(holder, names)
-
-
-def _entries_of_class(holder: Any, names: tuple[str, ...]) -> Iterator[Place]:
-    """The places under names in one of the user's modules, classes or objects."""
-    if isinstance(holder, type):
-        for kind in holder.__mro__:
-            if is_users_class(kind):
-                yield from (Place(kinds.CLASS_ENTRIES, kind, name) for name in names if name in vars(kind))
-        return
-    if isinstance(holder, ModuleType):
-        if not is_users(getattr(holder, "__file__", None) or "<frozen "):
-            return
-    elif issubclass(type(holder), (torch.Tensor, torch.nn.Module)):
-        return
-    namespace = namespace_of(holder) or {}
-    yield from (Place(kinds.ENTRIES, namespace, name) for name in names if name in namespace)
-
 
 # ----------------------------------------------------------------------------------------------------
 # The recording.
@@ -236,6 +95,12 @@ class Recording:
     guards: SizeGuards
     notes: Notes
 
+    @property
+    def run_as_they_are(self) -> set[nn.Module]:
+        """Modules whose code runs at each call, as their settings say then."""
+        called = [node.meta[OF] for node in self.graph.nodes if node.op == "call_module"]
+        return {below for leaf in (*self.leaves, *called) for below in leaf.modules()}
+
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
         return not first_difference(self.graph, other.graph) and all(
@@ -250,14 +115,14 @@ class Recorder(TorchFunctionMode):
     ``is_opaque`` says which modules are one operation; it takes the arguments of the call that is about to come, too.
     """
 
-    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], closures: Closures) -> None:
+    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], functions: Functions) -> None:
         super().__init__()
         self.calls = ModuleCalls(root)
         self.check = DispatchCheck()
         self._root, self._call, self._is_opaque = root, call, is_opaque
         self._writer = GraphWriter(self.calls, self.check)
         self._leaves: list[tuple[fx.Node, fx.Node, Any]] = []
-        self.surroundings = Surroundings(lambda: None if self.check.inside else self.calls.path, closures)
+        self.surroundings = Surroundings(root, lambda: None if self.check.inside else self.calls.path, functions)
 
     def record(self) -> Recording:
         """Run the root's forward on copies of the call's tensors, and return what it did."""

@@ -127,7 +127,8 @@ class Executor:
             spell_input=partial(_name_of_leaf, names),
             name=f"the segment from {self._stages[segment.first].name!r} to {self._stages[segment.last].name!r}",
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
-            state=sum((self._states[number] for number in numbers), SegmentState()),
+            state=(state := sum((self._states[number] for number in numbers), SegmentState())),
+            known_draws=set(state.drawn),
             watch=self.watch,
         )
 
@@ -318,6 +319,7 @@ def recomputed(
     name: str = "segment",
     draws_random: bool = True,
     state: SegmentState = NO_STATE,
+    known_draws: set[str] | None = None,
     spell_input: Callable[[int, TreeSpec], str] = "input {}".format,
     watch: Stopwatch | None = None,
 ) -> Any:
@@ -325,7 +327,8 @@ def recomputed(
 
     The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
-    changes, or might change some day; ``watch`` times the second run; ``spell_input`` names a leaf of the inputs.
+    changes, or might change some day; ``known_draws`` are the generators that it is known to draw from, and grow;
+    ``watch`` times the second run; ``spell_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
@@ -338,10 +341,11 @@ def recomputed(
         timing = nullcontext if watch is None else partial(watch.timing, watch.laps)
         held = _Inputs(name, leaves, spec, before, spell_input)
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-        first_pass = FirstPass(state, device if draws_random else None)
+        first_pass = FirstPass(state, device if draws_random else None, known_draws)
         again = partial(_run_again, function, held, first_pass, timing)
         with passing_first(first_pass), Recomputation(name, again).dropping():
             output = function(*inputs)
+        first_pass.tell_draws(partial(function, *inputs))
     else:
         output = function(*inputs)
     if first_changed(before, tensors) is not None:

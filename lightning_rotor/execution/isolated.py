@@ -1,6 +1,6 @@
 """Running a user's module for real and leaving everything as it was."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,23 +11,24 @@ from lightning_rotor.execution.passes import buffers_of, forget_casts, repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_fake, tensors_in
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.generators import DrawsSeen, GeneratorStates, others_may_draw
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
     """Context that computes with gradients, sets generators back and tells users' code that this is no training step.
 
-    Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say).
+    Saved tensors are kept plainly, whatever hooks are set around the call (a checkpoint of the user's, say). Whoever
+    knows from which generators the code draws says so to what this yields.
     """
     generators = GeneratorStates(device)
     # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
     kept_plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with torch.enable_grad(), repeating(), kept_plainly:
         try:
-            yield
+            yield generators
         finally:
             generators.restore()
             forget_casts()
@@ -42,6 +43,16 @@ def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[S
             yield before
     finally:
         before.restore()
+
+
+@contextmanager
+def draws_seen(stage: Stage) -> Iterator[Collection[str]]:
+    """Context that notes which of torch's generators the stage draws from, in this thread, as far as Python sees it."""
+    if not others_may_draw() or any(map(private.is_compiled, stage.called_modules())):
+        yield ()
+        return
+    with DrawsSeen() as seen:
+        yield seen.kinds
 
 
 class _Written(private.TorchDispatchMode):

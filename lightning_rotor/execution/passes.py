@@ -9,7 +9,8 @@ other modules seen to update their  the first pass remembers the earlier values,
 buffers; small ones of user code
 large buffers of user code          are watched: the first update in a segment is refused, for the earlier value is gone
 attributes of user code, and what   are set to what the first pass saw, and back afterwards, with all that lists, dicts
-its hooks can reach                 and objects hold (``stages.snapshot``); so are Python's and NumPy's generators
+its hooks can reach                 and objects hold (``stages.snapshot``)
+generators of random numbers        those that the first pass has drawn from, likewise; others may be in use by threads
 hooks that only look                are not called again (:class:`Observers`)
 torch's settings, and those of its  are those of the first pass: default dtype, allowed kernels, modes, probabilities;
 layers                              hooks that came later are not called
@@ -21,7 +22,7 @@ first pass does not update          their ``requires_grad``; those of FSDP units
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -38,7 +39,7 @@ from torch.backends import cuda, cudnn, mkldnn
 from lightning_rotor.errors import ExecutionError, InverseError
 from lightning_rotor.execution.segment_state import Observers, SegmentState
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates, drawn_since
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 
@@ -386,13 +387,18 @@ def changed_meanwhile(what: str, remedy: str) -> ExecutionError:
 class FirstPass:
     """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses.
 
-    ``device`` is the one whose generators of torch it may use, besides the host's.
+    ``device`` is the one whose generators of torch it may use, besides the host's. ``known_draws`` are kinds that it
+    is known to draw from, and grow.
     """
 
-    def __init__(self, state: SegmentState, device: torch.device | None = None) -> None:
+    def __init__(
+        self, state: SegmentState, device: torch.device | None = None, known_draws: set[str] | None = None
+    ) -> None:
         self.state, self._device = state, device
+        self._known_draws = set(state.drawn) if known_draws is None else known_draws
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
+        self.drawn: frozenset[str] = frozenset()  # kinds of generators that it has moved
         self._watched: tuple[Snapshot, Observers] | None = None  # where there are attributes of users, or hooks
         self._settings = Settings()
 
@@ -419,20 +425,43 @@ class FirstPass:
             if self._watched is not None:
                 before, observers = self._watched
                 observers.settle(before)
+        if self.generators is not None:
+            self.drawn = self.generators.changed() if self.generators.shared else self.generators.kinds
         if self._watched is not None:
             self._watched[0].require_undoable()
         self.read.require_untouched()
 
+    def tell_draws(self, again: Callable[[], object]) -> None:
+        """Tell its own random numbers from those of other threads; ``again`` runs the forward once more if need be.
+
+        A repetition sets back the generators that the forward has drawn from, and no others.
+        """
+        if self.generators is None or self.drawn <= self._known_draws or not self.generators.shared:
+            return
+
+        def repeat() -> None:
+            with self.replayed(()), repeating(), dropping_saved():
+                again()
+
+        behind = self.generators.now()
+        self.drawn = drawn_since(self.generators, repeat, certain=self._known_draws)
+        behind.restore(self.drawn)  # its own numbers were drawn again
+        self._known_draws |= self.drawn
+
     @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none."""
+    def replayed(self, kinds: Collection[str] | None = None) -> Iterator[None]:
+        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none.
+
+        Of generators, those of these kinds, by default the ones that this one has drawn from.
+        """
+        kinds = self.drawn if kinds is None else kinds
         self.read.require_unchanged()
         with ExitStack() as stack:
             for settings in (self._settings, self._layers, self.read):
                 stack.enter_context(settings.restored())
             if self.generators is not None:
-                stack.callback(self.generators.now().restore)
-                self.generators.restore()
+                stack.callback(self.generators.now().restore, kinds)
+                self.generators.restore(kinds)
             if self._watched is not None:
                 before, observers = self._watched
                 stack.callback(before.again().restore)
@@ -452,6 +481,15 @@ class FirstPass:
         for module, name, value in self.values:
             # A copy of the copy: with retain_graph there is another replay after this one.
             yield module._buffers, name, copies.setdefault(id(value), value.clone())
+
+
+def dropping_saved() -> saved_tensors_hooks:
+    """Context of a forward that has no backward: nothing is kept of what autograd saves."""
+    return saved_tensors_hooks(lambda _: None, _never_asked)
+
+
+def _never_asked(_: None) -> torch.Tensor:
+    raise ExecutionError("a forward that ran for its random numbers alone was differentiated: expected no backward")
 
 
 @contextmanager

@@ -163,6 +163,7 @@ class SegmentState:
         parametrized: Modules whose own parameters a replay reads; of ``buffered`` ones it reads the buffers.
         direct_reads: Tensors read without calling their module: who has them, and under which name.
         written: Parameters that a forward changes. Stages of such are never replayed.
+        drawn: Kinds of global generators that they were seen to draw from.
     """
 
     statistics: tuple[Statistic, ...] = ()
@@ -174,6 +175,7 @@ class SegmentState:
     buffered: tuple[nn.Module, ...] = ()
     direct_reads: tuple[tuple[nn.Module, str], ...] = ()
     written: tuple[nn.Parameter, ...] = ()
+    drawn: tuple[str, ...] = ()
     root: tuple[nn.Module, str] | None = None
 
     def remembered_bytes(self, block_bytes: int) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
+from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 
@@ -206,12 +206,16 @@ def _bytes_after_next_step(optimizer: torch.optim.Optimizer, device: torch.devic
     modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
     mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+    def take_step() -> int:
+        clone = _copy(optimizer, mode, {id(parameter): _stand_in(parameter, mode) for parameter in parameters})
+        with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
+            _take_step(clone)
+        return optimizer_state_bytes(clone, device)
+
     try:
-        with without_trace():
-            clone = _copy(optimizer, mode, {id(parameter): _stand_in(parameter, mode) for parameter in parameters})
-            with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
-                _take_step(clone)
-            return optimizer_state_bytes(clone, device)
+        with without_trace() as generators:
+            return run_dry(take_step, generators)
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
     return 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))

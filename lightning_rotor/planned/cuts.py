@@ -19,7 +19,8 @@ from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors, tensors_in
-from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.dry_run import require_same, undrawn
+from lightning_rotor.stages.generators import leaving_alone
 from lightning_rotor.stages.sequential import is_plain_stock
 
 _log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class KnownCuts:
         require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         self._require_initialized()
         self._on_cut()
-        with unrecorded(self._module):
+        with unrecorded(self._module), leaving_alone(undrawn(self._module, args, kwargs)):
             cut = self._cut(args, kwargs)
         if cut not in self._cuts:
             not_taken = "".join(f"; not {WAYS[way]}: {reason}" for way, reason in cut.reasons.items())

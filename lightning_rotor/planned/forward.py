@@ -98,6 +98,8 @@ class BeforeForward:
         self._generators: GeneratorStates | None = None
         if profile.draws_random:
             self._generators = GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
+            if self._generators.shared:
+                self._generators.keep_only(state.drawn)
         # Torch's own layers have nothing that a forward could change, but for hooks on all modules.
         looks = state.attributed or any_hooks_of_all()
         self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES) if looks else None

@@ -20,7 +20,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -62,7 +63,7 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     layouts_from,
 )
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates, drawn_since, leaving_alone
 from lightning_rotor.stages.sequential import Stage, is_invertible, unpacked, wiring_of
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -198,16 +199,27 @@ def profile_chain(
     require_tensors(sample)
     device = tensors_in(sample)[0].device
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
-    with undisturbed(device), without_hooks_of_several(parameters):
+    drawn: set[str] = set()
+    with undisturbed(device) as generators, without_hooks_of_several(parameters), _only(drawn, generators):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
         how = {"repeats": repeats, "in_lockstep": in_lockstep, "accumulating": accumulating}
-        measuring = _Measuring(stages, sample, meter, compiled, **how)
+        measuring = _Measuring(stages, sample, meter, compiled, drawn, **how)
         measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
         for message in (*costs, *_complaints_about_structure(len(stages), measuring.stages)):
             warnings.warn(message, RotorWarning, stacklevel=2)
     return profile
+
+
+@contextmanager
+def _only(drawn: Collection[str], generators: GeneratorStates) -> Iterator[None]:
+    """Context behind which only generators are set back that were drawn from, if another thread may use them."""
+    try:
+        yield
+    finally:
+        if generators.shared:
+            generators.keep_only(drawn)
 
 
 @dataclass(slots=True, eq=False)
@@ -255,9 +267,15 @@ class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
     def __init__(
-        self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **how: Any
+        self,
+        stages: Sequence[Stage],
+        sample: Any,
+        meter: Meter,
+        compiled: CompiledModules,
+        drawn: set[str],
+        **how: Any,
     ) -> None:
-        self._meter, self._compiled, self._how = meter, compiled, how
+        self._meter, self._compiled, self._drawn, self._how = meter, compiled, drawn, how
         self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
@@ -267,6 +285,7 @@ class _Measuring:
         self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
         self._shared = _shared_later(self.stages)
+        self._drawn.update(*(behaviour.drawn for behaviour in self._scan.behaviours))
         self.behaviours = [Behaviour.of_all(self._scan.behaviours[g.start : g.stop]) for g in self._scan.groups]
         self._skips = list(self._scan.skips.values())
         self._seconds: dict[Any, tuple[StageSeconds, ...]] = {}
@@ -309,6 +328,20 @@ class _Measuring:
 
     def _measured(self, stage: _MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
         """Costs of a stage under all its options."""
+        before = GeneratorStates(self._device)
+        others = before.kinds - self._drawn if before.shared else frozenset()
+        with leaving_alone(others):
+            found = self._costs(stage, profiler)
+
+        def run_again() -> None:
+            with kept_attributes(profiler.stage), lent_buffers(profiler.stage):
+                profiler.recorded_run(hold_input=False, hold_output=False)
+
+        if before.shared:  # a backward may draw, too
+            self._drawn |= drawn_since(before, run_again, certain=self._drawn)
+        return found
+
+    def _costs(self, stage: _MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
         units = units_in(profiler.stage.modules)
         with (
             gathered(units),
@@ -347,8 +380,11 @@ class _Measuring:
     def _unmeasured(self, number: int, boundary: Boundary) -> _MeasuredStage:
         """All that is known of a stage before it is measured."""
         stage, behaviour = self.stages[number], self.behaviours[number]
-        state = replace(state_of(stage, behaviour.updating, self._scratch), written=behaviour.written)
-        ends = StageEnds.of(stage, number, self._scan)
+        state = state_of(stage, behaviour.updating, self._scratch)
+        state = replace(state, written=behaviour.written, drawn=behaviour.drawn)
+        ends, generators = StageEnds.of(stage, number, self._scan), GeneratorStates(self._device)
+        if generators.shared:
+            generators.keep_only(behaviour.drawn)
         profiler = StageProfiler(
             stage,
             ends,
@@ -357,7 +393,7 @@ class _Measuring:
             interlude=self._interlude,
             last=number == len(self.stages) - 1,
             recomputable=behaviour.repeatable,
-            generators=GeneratorStates(self._device) if behaviour.draws_random else None,
+            generators=generators if behaviour.draws_random else None,
             shared=self._shared[number],
             **self._how,
         )

@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from copy import deepcopy
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,16 +27,17 @@ from lightning_rotor.capture.cuts import GraphCut
 from lightning_rotor.capture.guards import firsts_of
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.executor import recomputed
-from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import repeating, run_stage
+from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import is_fake, same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates, drawn_since, others_may_draw
 from lightning_rotor.stages.sequential import Stage, wiring_of
 from lightning_rotor.stages.snapshot import Snapshot, code_of
 
 _aten = torch.ops.aten
+T = TypeVar("T")
 
 
 MOST_KNOWN = 2**16
@@ -109,13 +110,16 @@ def unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def without_trace(device: torch.device | None = None, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Context in which a dry run leaves generators and globals that modules refer to as they are, and is silent."""
-    modules = list(modules)
+def without_trace(device: torch.device | None = None, modules: Iterable[nn.Module] = ()) -> Iterator[GeneratorStates]:
+    """Context in which a dry run leaves generators and globals that modules refer to as they are, and is silent.
+
+    Whoever knows from which generators it draws says so to what this yields.
+    """
+    modules, generators = list(modules), GeneratorStates(device)
     with ExitStack() as stack:
         # A copy has its own attributes, but shares globals and variables of enclosing functions.
         stack.callback(Snapshot(modules, also=code_of(modules)).restore)
-        stack.callback(GeneratorStates(device).restore)
+        stack.callback(generators.restore)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(repeating())
         # The real run says it all once more, with values.
@@ -124,7 +128,49 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(unlogged())
         stack.enter_context(private.uncompiled())
-        yield
+        yield generators
+
+
+def run_dry(run: Callable[[], T], generators: GeneratorStates) -> T:
+    """What a dry run returns. Of ``generators``, only those remain from which it draws, and not another thread."""
+    try:
+        return run()
+    finally:
+        generators.keep_only(drawn_since(generators, partial(_attempt, run)))
+
+
+def _attempt(run: Callable[[], object]) -> None:
+    with suppress(Exception):
+        run()
+
+
+def undrawn(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """The generators that a module's forward does not draw from, if another thread may: it runs once to tell.
+
+    Else none, as nobody minds if they are set back.
+    """
+    if not others_may_draw():
+        return frozenset()
+    boundary, device = Boundary.of((tuple(args), dict(kwargs))), tensors_in((args, kwargs))[0].device
+    whole = Stage(type(module).__name__, (module,))
+
+    def plain() -> Any:
+        args, kwargs = boundary.fresh()
+        return type(module).forward(module, *args, **kwargs)
+
+    def run() -> None:
+        with kept_attributes(whole), lent_buffers(whole), torch.enable_grad(), repeating(), dropping_saved():
+            plain()
+
+    before = GeneratorStates(device)
+    try:
+        with draws_seen(whole) as certain:
+            run()
+    except Exception:  # what is wrong is said by who runs it next
+        return frozenset()
+    drawn = drawn_since(before, run, certain=certain)
+    before.restore(drawn)
+    return before.kinds - drawn
 
 
 class AssumedValues(private.TorchDispatchMode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from lightning_rotor.capture.cuts import NO_CHECKPOINTS
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import graph_behind
-from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers
+from lightning_rotor.execution.isolated import draws_seen, kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import noticed_checkpoints, version_of
@@ -40,7 +41,7 @@ from lightning_rotor.private.values import (
     tree_unflatten,
     watch_containers,
 )
-from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.generators import GeneratorStates, drawn_since
 from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
 from lightning_rotor.units import in_blocks
 
@@ -156,12 +157,13 @@ class Behaviour(NamedTuple):
     calls_checkpoint: bool  # torch's
     updating: tuple[nn.Module, ...]  # modules that changed buffers
     written: tuple[nn.Parameter, ...]  # parameters that were changed
+    drawn: tuple[str, ...] = ()  # kinds of generators that it draws from
 
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
         """That of stages in a row."""
-        draws, repeatable, traces, checkpoints, updating, written = zip(*each, strict=True)
-        return cls(any(draws), all(repeatable), any(traces), any(checkpoints), sum(updating, ()), sum(written, ()))
+        draws, repeatable, traces, checkpoints, *rest = zip(*each, strict=True)
+        return cls(any(draws), all(repeatable), any(traces), any(checkpoints), *(sum(each, ()) for each in rest))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -243,12 +245,12 @@ def _look(
         kept_attributes(stage, keep_parameters=False) as before,
         lent_buffers(stage) as originals,
         kept_parameters(stage) as written,
+        draws_seen(stage) as certain,
     ):
         value = boundary.fresh()
         leaves, containers_changed = tree_leaves(value), watch_containers(value)
         versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
         output = run_stage(stage, value)
-        drew = not states.equals(GeneratorStates(device))
         if not tensors_in(output):
             raise ModelError(
                 f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or "
@@ -276,11 +278,14 @@ def _look(
     scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
     changes_input = any(storage.born < 0 for storage in changed)  # the chain's
     repeatable = repeatable and not (written or scripted or changes_input)
+    drawn = drawn_since(states, partial(outputs_of, stage, boundary), certain=certain)
     if repeatable and not _is_stock(stage):
-        states.restore()
+        states.restore(drawn)
         repeatable = _same(outputs, outputs_of(stage, boundary))
-    draws_random = drew or _may_draw(stage)
-    behaviour = Behaviour(draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written))
+    draws_random = bool(drawn) or _may_draw(stage)
+    behaviour = Behaviour(
+        draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written), tuple(drawn)
+    )
     return outputs, made, changed, behaviour
 
 

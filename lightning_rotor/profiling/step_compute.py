@@ -28,7 +28,14 @@ from lightning_rotor.private.torch_names import (
     with_values,
 )
 from lightning_rotor.private.values import tensors_in, tree_leaves
-from lightning_rotor.profiling.dry_run import MOST_KNOWN, AssumedArrays, AssumedValues, fake_copy, without_trace
+from lightning_rotor.profiling.dry_run import (
+    MOST_KNOWN,
+    AssumedArrays,
+    AssumedValues,
+    fake_copy,
+    run_dry,
+    without_trace,
+)
 from lightning_rotor.stages.snapshot import is_users
 
 _log = logging.getLogger(__name__)
@@ -142,17 +149,21 @@ def _count(
     model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
 ) -> StepCompute:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with without_trace(device, model.modules()), with_values(MOST_KNOWN), fake as mode:
-        duplicate, inputs = fake_copy((model, inputs), mode, replacements, with_values=True)
-        found = StepCompute(duplicate)
-        try:
-            with found, AssumedArrays(found):
-                step(duplicate, inputs)
-        except Exception as error:  # whatever a step does that was written for real tensors
-            found.stopped_at = _place_of(error)
-            _log.info("the dry run of a step ended at %s: %s", found.stopped_at, _text_of(error))
-    return found
+
+    def run() -> StepCompute:
+        with with_values(MOST_KNOWN), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            duplicate, copied = fake_copy((model, inputs), mode, replacements, with_values=True)
+            found = StepCompute(duplicate)
+            try:
+                with found, AssumedArrays(found):
+                    step(duplicate, copied)
+            except Exception as error:  # whatever a step does that was written for real tensors
+                found.stopped_at = _place_of(error)
+                _log.info("the dry run of a step ended at %s: %s", found.stopped_at, _text_of(error))
+        return found
+
+    with without_trace(device, model.modules()) as generators:
+        return run_dry(run, generators)
 
 
 def _text_of(error: Exception) -> str:

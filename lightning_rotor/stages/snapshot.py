@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from functools import cache, lru_cache, partial
 from operator import is_
 from pathlib import Path
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -292,7 +292,7 @@ class Snapshot:
                 self.objects.add(id(namespace))
                 self._keep(_NAMESPACE, namespace, dict(namespace))
             if slots := slots_of(kind):
-                self._keep(_SLOTS, value, {name: slot(value, name) for name in slots})
+                self._keep(SLOTS, value, {name: slot(value, name) for name in slots})
         for base, look in _FILLED:
             if isinstance(value, base):
                 look(self, value)
@@ -399,6 +399,16 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
     return Kind(same, write_changed, dict.values, read)
 
 
+def dict_of_thread(local: Any) -> dict[str, Any]:
+    """The attributes that this thread sees in a ``threading.local``."""
+    found: dict[str, Any] = vars(local)
+    return found
+
+
+def _keep_it(*_: Any) -> None:
+    """Do nothing."""
+
+
 def _content(cell: CellType, _: str) -> Any:
     try:
         return cell.cell_contents
@@ -421,7 +431,17 @@ _BYTES = Kind(lambda now, then: bytes(now) == bytes(then), lambda now, then: now
 ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
 CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
-_SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
+SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
+ATTRIBUTE = _by_name(lambda owner, name: getattr(owner, name, ABSENT), setattr, delattr)
+OWN_THREAD = _by_name(
+    lambda owner, name: dict_of_thread(owner).get(name, ABSENT),
+    lambda owner, name, value: dict_of_thread(owner).update({name: value}),
+    lambda owner, name: dict_of_thread(owner).pop(name),
+)
+"""Attributes of a ``threading.local``, which differ from thread to thread."""
+VARIABLE = _by_name(lambda variable, _: variable.get(ABSENT), lambda variable, _, value: variable.set(value), _keep_it)
+REFERENT = _by_name(lambda reference, _: reference(), _keep_it, _keep_it)
+"""What a context variable has now, and what a weak reference refers to; nobody can set these back to nothing."""
 CELL = _by_name(
     _content,
     lambda cell, _, value: setattr(cell, "cell_contents", value),
@@ -528,11 +548,13 @@ def slots_of(kind: type) -> list[str]:
     """Names of the slots of a class; none of a library's."""
     if kind.__module__.partition(".")[0] in _LIBRARIES:
         return []
-    found: list[str] = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found.extend((slots,) if isinstance(slots, str) else slots)
-    return [name for name in found if not name.startswith("__")]
+    # Not __slots__, in which private names are not spelled as they are looked up, and which may be used up.
+    return [
+        name
+        for base in kind.__mro__
+        for name, entry in vars(base).items()
+        if type(entry) is MemberDescriptorType and base is not object
+    ]
 
 
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
