@@ -42,6 +42,7 @@ class _ProcessPlan:
     measured_reserved_bytes: int | None
     target: str
     reserved_bytes: int  # what the process holds besides what was planned
+    final_peak_bytes: int  # behind the backward, when optimizers step
     measuring_seconds: float
     measured_overhead: float | None  # None before the second step under a plan
 
@@ -57,14 +58,15 @@ class _ProcessPlan:
             watch.peak_bytes,
             watch.reserved_bytes,
             str(planner.modules),
-            planner.limit.reserved_beside(plan),
+            planner.limit.reserved_bytes,
+            planner.limit.final_peak_bytes,
             planner.modules.measuring_seconds,
             planner.modules.measured_overhead(plan),
         )
 
     @property
     def predicted_peak_bytes(self) -> int:
-        return self.reserved_bytes + self.plan.peak_bytes
+        return max(self.reserved_bytes + self.plan.peak_bytes, self.final_peak_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, by name."""
@@ -113,6 +115,7 @@ class _ProcessPlan:
             self.plan,
             limit_bytes=self.limit_bytes,
             reserved_bytes=self.reserved_bytes,
+            final_peak_bytes=self.final_peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
             extra_rows=[*rows, ("Planned", self.target)],
         )
@@ -311,7 +314,7 @@ class RotorCallback(pl.Callback):
     ) -> None:
         """The backward is over."""
         if self._planner is not None:
-            self._planner.end_backward()
+            self._planner.end_backward(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

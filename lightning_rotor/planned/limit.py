@@ -17,13 +17,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, ShortageError, TrialError
 from lightning_rotor.execution.executor import Pending
-from lightning_rotor.memory.budget import Budget, usable_bytes
+from lightning_rotor.memory.budget import Budget, ResidentMemory, limit_error, usable_bytes
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,
     gradient_bytes,
     optimizer_state_bytes,
     own_gradients,
+    predict_closure_bytes,
     predict_optimizer_state_bytes,
+    predict_optimizer_temporary_bytes,
+    temporary_bytes_one_by_one,
 )
 from lightning_rotor.planned.cache import Prepared, Turn
 from lightning_rotor.planned.cuts import Signature
@@ -44,6 +47,20 @@ LOSS = "loss"
 """Label of a phase that begins with a backward."""
 INTO, BEHIND, BACK = "into", "behind", "back to"
 """How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
+STEP_OF = "step of"
+"""How labels begin of the phases behind a backward, in which an optimizer of this class steps; END comes behind it."""
+MEANWHILE = "meanwhile"
+"""Label of a phase that would be one of those two, but for calls that still wait for their backward."""
+
+
+def is_final(phase: MeteredPhase) -> bool:
+    """True if no plan can change a phase, since no call is alive."""
+    return phase.label == END or phase.label.startswith(STEP_OF)
+
+
+def highest_of(phases: Iterable[MeteredPhase]) -> MeteredPhase | None:
+    """The phase with the highest peak, or None if there is none."""
+    return max(phases, key=lambda phase: phase.peak_bytes, default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +120,8 @@ class Step:
     is_shared: bool = False  # a call was planned with a part of what is left, because others were to come
     other_bytes: int | None = None  # what else a GPU's allocator had given out when the first forward began
     missing: tuple[int, int] = (0, 0)  # what later steps will hold besides, in forwards and in backwards
+    optimizers: int = 1  # of the training
+    growing_bytes: int = 0  # by which the state of optimizers will still grow, once they have stepped
     is_over: bool = False
 
     @property
@@ -118,10 +137,34 @@ class Step:
     def as_later(self, phases: Iterable[MeteredPhase]) -> list[MeteredPhase]:
         """Its phases, with what later steps hold besides."""
         forward, backward = self.missing
-        return [
-            phase.raised(backward if phase.label == LOSS or phase.label.startswith(BACK) else forward)
-            for phase in phases
-        ]
+        has_stepped, found = False, []
+        for phase in phases:
+            has_stepped |= is_final(phase)
+            if has_stepped and self.optimizers == 1:  # its state is there, as in a second closure of LBFGS
+                found.append(phase.raised(self.growing_bytes))
+            elif is_final(phase):
+                found.append(phase)
+            else:
+                is_backward = phase.label == LOSS or phase.label.startswith(BACK)
+                found.append(phase.raised(backward if is_backward else forward))
+        return found
+
+    def setter(self, phase: MeteredPhase) -> str:
+        """Name of what sets the peak of a phase: a stage, what runs around the calls, or an optimizer's step."""
+        if phase.label == END:
+            return "behind the optimizer's step"
+        if phase.label.startswith(STEP_OF):
+            return f"{phase.label.removeprefix(STEP_OF).strip()}.step"
+        kind, _, number = phase.label.rpartition(" ")
+        calls = {str(number): call for call, number in self.numbers.items()}
+        if kind not in (INTO, BACK) or number not in calls:
+            place = "before" if not phase.label else "behind"
+            names = [call.key.name for call in calls.values()] or [""]
+            return f"{place} {calls[number].key.name if number in calls else names[0 if not phase.label else -1]}".strip()
+        call = calls[number]
+        events = [each for each in call.plan.simulation.events if (each.phase == "forward") == (kind == INTO)]
+        name = call.plan.chain.names[max(events, key=lambda each: each.peak_bytes).stage]
+        return f"{call.key.name}.{name}" if len({each.key.name for each in calls.values()}) > 1 else name
 
     def find(self, taken: Iterable[torch.Tensor]) -> None:
         """Count the input of the first call that the step has made before a meter of the CPU could see it."""
@@ -152,8 +195,7 @@ class StepWatch:
     def __init__(self) -> None:
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None  # the most by a GPU's caching allocator; None on the CPU
-        self.backward_peak_bytes = 0  # until the optimizer's step, the only part that a plan can change
-        self.phases: list[MeteredPhase] = []  # up to there, in order
+        self.phases: list[MeteredPhase] = []  # in order
         self._left = 0
         self._meter: StepMeter | None = None
         self._base_bytes = 0
@@ -213,8 +255,8 @@ class StepWatch:
         self._gone_bytes = [0]
         self._base_bytes = loop.allocated_bytes(batch)
 
-    def mark(self, label: str = END) -> None:
-        """Begin a phase of the step, if it is measured; without a label, what no plan can change."""
+    def mark(self, label: str) -> None:
+        """Begin a phase of the step, if it is measured."""
         if self._meter is not None:
             self._gone_bytes.append(self._older_bytes - sum(self._older.values()))
             self._meter.lap(label)
@@ -226,12 +268,10 @@ class StepWatch:
         if trace is None:
             return False
         self._left -= 1
-        phases = [
+        self.phases = [
             phase.raised(self._base_bytes - gone) for phase, gone in zip(trace.phases, self._gone_bytes, strict=True)
         ]
-        self.phases = [phase for phase in phases if phase.label != END]
-        self.peak_bytes = max(phase.peak_bytes for phase in phases)
-        self.backward_peak_bytes = max(phase.peak_bytes for phase in self.phases)
+        self.peak_bytes = max(phase.peak_bytes for phase in self.phases)
         self.reserved_bytes = trace.reserved_bytes
         return True
 
@@ -349,6 +389,20 @@ def bytes_kept(chain: Chain) -> int:
 _UNEVEN, _SEVERAL = 1.005, 1.02
 
 
+def optimizer_remedy(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> str:
+    """What makes the steps of optimizers take less, with bytes where a dry step tells them."""
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        all_bytes = predict_optimizer_temporary_bytes(optimizer, device)
+        single_bytes = temporary_bytes_one_by_one(optimizer, device)
+        if all_bytes is not None and single_bytes is not None and single_bytes < all_bytes:
+            return (
+                f"pass foreach=False to {name}, which then takes {format_bytes(single_bytes)} besides instead of "
+                f"{format_bytes(all_bytes)}, or raise mem_limit"
+            )
+    return "raise mem_limit, for no plan and no smaller batch changes this, or choose an optimizer that takes less"
+
+
 class StepLimit:
     """What plans may use of a user's limit, and what happens where none keeps it.
 
@@ -363,6 +417,8 @@ class StepLimit:
         self._agreed_bytes: int | None = None
         self._others: dict[str, int] = {}
         self._told = Budget(0)
+        self._resident = ResidentMemory()
+        self._final: MeteredPhase | None = None  # the highest behind the backward of a step that was not the first
         self.refused: tuple[Budget, BudgetError] | None = None  # what to raise when the step has run
         self._has_warned = False
 
@@ -382,7 +438,7 @@ class StepLimit:
         if step is not None:
             step.other_bytes = resident.other_bytes if step.other_bytes is None else step.other_bytes
             other_bytes = self._others.setdefault(chain.fingerprint, step.other_bytes)
-        resident = replace(resident, other_bytes=other_bytes)
+        self._resident = resident = replace(resident, other_bytes=other_bytes)
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
         if correction_bytes is None:
             correction_bytes = self._correction_of(chain)
@@ -398,12 +454,36 @@ class StepLimit:
         loop = self._loop
         with loop.untoggled():
             gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
-            state = sum(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each) for each in loop.optimizers())
+            state = sum(
+                predict_optimizer_state_bytes(each) + predict_closure_bytes(each) - optimizer_state_bytes(each)
+                for each in loop.optimizers()
+            )
         return gradients + state, state if loop.gradients_linger() else gradients + state
 
-    def reserved_beside(self, plan: Plan) -> int:
-        """What of the process is not for a plan."""
-        return max(self.size_bytes - plan.budget_bytes + self._excess_bytes, 0)
+    def growing_bytes(self) -> int:
+        """What the state of LBFGS will still grow by, which fills its history over many steps."""
+        growing = [each for each in self._loop.optimizers() if isinstance(each, torch.optim.LBFGS)]
+        return sum(max(predict_optimizer_state_bytes(each) - optimizer_state_bytes(each), 0) for each in growing)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What of the process is not for the plan that was made last."""
+        is_beyond = self._excess_bytes > 0  # where what is outside of the calls is only guessed
+        return self._told.reserved_bytes - (self._correction_bytes if is_beyond else 0)
+
+    @property
+    def final_peak_bytes(self) -> int:
+        """Peak behind the backward, when optimizers step: as measured, until then as predicted."""
+        predicted_bytes = self._resident.staying_bytes + (self._resident.temporary_bytes or 0)
+        if self._final is None:
+            return predicted_bytes
+        grows = any(isinstance(each, torch.optim.LBFGS) for each in self._loop.optimizers())
+        return max(self._final.peak_bytes, predicted_bytes if grows else 0)
+
+    @property
+    def knows_final_peak(self) -> bool:
+        """True if that has been measured in a step that was not the first."""
+        return self._final is not None
 
     # ---------------------------------------------------------------- what measured steps have taught, for each chain
 
@@ -455,41 +535,101 @@ class StepLimit:
     # ---------------------------------------------------------------- where no plan keeps it
 
     def refuse(self, error: BudgetError, step: Step | None) -> None:
-        """No plan for a call fits: go beyond the limit, or end training once the step has shown what it needs."""
+        """No plan for a call fits: go beyond the limit, or end training, once the step has shown what it needs."""
         self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop, runs = self._loop, step is not None and not step.is_over
-        is_simple = runs and loop.gradients_linger() and not loop.is_trial() and loop.processes == 1
         missing_bytes = error.minimum_bytes - self.size_bytes
         has_no_more = loop.device().type == "cuda" and missing_bytes > usable_bytes(loop.device())
-        if self.beyond or not is_simple or has_no_more:
-            self._go_beyond(error)
+        if not runs or loop.is_trial() or loop.processes > 1 or has_no_more:
+            self._go_beyond(self._or_final(error))
         else:
             self.refused = self._told, error
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
-        """End training if a call was refused. The weights are as they were, and the step has shown what it takes."""
+        """End training if a call was refused, and nothing behind the backward can show more: weights are as before."""
+        is_known = self._resident.temporary_bytes is not None and not self._loop.has_hooks_at_end()
+        if self.refused is not None and is_known and not self.beyond and self._loop.gradients_linger():
+            self._end_refused(step, watch.phases if watch.stop() else [])
+
+    def end_step(self, step: Step, watch: StepWatch, *, is_measured: bool) -> None:
+        """End training if a call was refused, or go on with the plan that takes least."""
+        if self.refused is None:
+            return
+        is_like_later = self._loop.gradients_linger() and self._resident.temporary_bytes is not None
+        if is_measured and not is_like_later:
+            self.refused = None  # later steps show what this one does not: gradients that add up, an unknown state
+        else:
+            self._end_refused(step, watch.phases if is_measured else [])
+
+    def _end_refused(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         assert self.refused is not None
         (budget, error), self.refused = self.refused, None
-        phases = watch.phases if watch.stop() else []
-        peak_bytes = max((phase.peak_bytes for phase in step.as_later(phases)), default=0)
-        rest_bytes = max(int(peak_bytes * _UNEVEN) - error.minimum_bytes, 0)
+        highest = highest_of(step.as_later(phases))
         least_bytes = error.minimum_bytes - budget.reserved_bytes
-        if rest_bytes:
+        if highest is not None and (rest_bytes := int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes) > 0:
+            if is_final(highest):
+                self._go_beyond(self._final_error(highest))
+                return
             budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
-        raise budget.refusal(least_bytes, error)
+            error = error.set_by(step.setter(highest))
+        self._go_beyond(self._or_final(budget.refusal(least_bytes, error)))
 
-    def exceeded(self, peak_bytes: int, calls: Sequence[Plan]) -> None:
+    def exceeded(self, highest: MeteredPhase, step: Step) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""
-        minimum_bytes = int(peak_bytes * (_SEVERAL if len(calls) > 1 else _UNEVEN))
-        error = self._told.error(
-            f"mem_limit {format_bytes(self.size_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
-            f"({minimum_bytes:,} bytes) for this model and batch: a measured step has taken {format_bytes(peak_bytes)} "
-            "under the plan that takes least. Raise mem_limit or lower the batch size",
-            budget_bytes=self.size_bytes,
-            minimum_bytes=minimum_bytes,
-            stage=max(calls, key=lambda call: call.peak_bytes).chain.names[0],
+        several = len({call.key for call in step.numbers}) > 1
+        stage = step.setter(highest)
+        error = limit_error(
+            self.size_bytes,
+            int(highest.peak_bytes * (_SEVERAL if several else _UNEVEN)),
+            needs=f"a measured step has taken {format_bytes(highest.peak_bytes)} under the plan that takes least "
+            f"(set by {stage!r})",
+            stage=stage,
+            remedy="raise mem_limit or lower the batch size",
+            kind=self._told.error,
         )
-        self._go_beyond(error)
+        self._go_beyond(self._or_final(error))
+
+    def learn_final(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
+        """Remember what a measured step has taken behind its backward, if it is not the first."""
+        highest = highest_of(phase for phase in phases if is_final(phase))
+        if highest is None or step.is_first:
+            return
+        if self._final is None or highest.peak_bytes > self._final.peak_bytes:
+            self._final = highest
+
+    def check_final(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
+        """End training, or go beyond the limit, if what no plan can change is above it."""
+        highest = highest_of(phase for phase in phases if is_final(phase))
+        if highest is None or any(phase.peak_bytes > self.size_bytes for phase in phases if not is_final(phase)):
+            return  # a smaller plan follows, or none keeps the limit, which then says what both need
+        # A first step makes the state, for which some optimizers take what they never take again.
+        is_certain = not step.is_first or self.final_peak_bytes > self.size_bytes
+        if max(highest.peak_bytes, self.final_peak_bytes) > self.size_bytes and is_certain:
+            self._go_beyond(self._or_final(self._final_error(highest)))
+
+    def _or_final(self, error: BudgetError) -> BudgetError:
+        """The error, or the one for the optimizer's step if that needs more."""
+        names = [type(optimizer).__name__ for optimizer in self._loop.optimizers()] or [""]
+        label = f"{STEP_OF} {names[-1]}" if self._final is None else self._final.label
+        final = MeteredPhase(label, 0, self.final_peak_bytes, 0)
+        return self._final_error(final) if final.peak_bytes * _UNEVEN > error.minimum_bytes else error
+
+    def _final_error(self, highest: MeteredPhase) -> BudgetError:
+        """The error for a peak behind the backward."""
+        stage, name = Step(None).setter(highest), highest.label.removeprefix(STEP_OF).strip()
+        staying_bytes = min(self._resident.staying_bytes, highest.peak_bytes)
+        optimizers = [each for each in self._loop.optimizers() if type(each).__name__ == name]
+        who = f"the step of {name}, with hooks and clipping around it," if optimizers else "what runs behind it"
+        return limit_error(
+            self.size_bytes,
+            int(highest.peak_bytes * _UNEVEN),
+            needs=f"{format_bytes(staying_bytes)} for parameters, gradients, optimizer state and the batch, and "
+            f"{format_bytes(highest.peak_bytes - staying_bytes)} that {who} takes besides, when no activations are "
+            f"left that a plan could drop (set by {stage!r})",
+            stage=stage,
+            remedy=optimizer_remedy(optimizers, self._loop.device()),
+            kind=self._told.error,
+        )
 
     def _go_beyond(self, error: BudgetError) -> None:
         if not self.beyond:

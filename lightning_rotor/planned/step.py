@@ -25,13 +25,28 @@ from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
+from lightning_rotor.planned.limit import (
+    BACK,
+    BEHIND,
+    INTO,
+    LOSS,
+    MEANWHILE,
+    STEP_OF,
+    Call,
+    CallKey,
+    Step,
+    StepLimit,
+    StepWatch,
+    highest_of,
+    is_final,
+)
 from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
 from lightning_rotor.planned.modules import PlannedModules, Target, may_be_planned
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit
 
 
@@ -63,7 +78,9 @@ class StepPlanner(BudgetSource):
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
-        self._most_bytes = 0  # that such a step has taken beyond the limit
+        self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
+        self._sees_the_end_only = False  # the meter began when the backward was over
+        self._on_stepped: Any = None  # handle of a hook
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
         self.modules = PlannedModules(loop, self, settings, names)
         if not self.load(saved):
@@ -95,64 +112,110 @@ class StepPlanner(BudgetSource):
         step.batch, step.is_first = tensors_in(step.given), not self.loop.steps()
         if step.is_first:
             step.missing = self.limit.missing()
+        step.optimizers = len(self.loop.optimizers())
 
     def begin_backward(self) -> None:
         """The loss is known."""
         self.watch.mark(LOSS)
 
-    def end_backward(self) -> None:
-        """The optimizer is about to step: what it allocates is nothing that a plan could change."""
-        self.watch.mark()
-        if self._step is not None and self.limit.refused is not None:
-            self.limit.end_backward(self._step, self.watch)
+    def end_backward(self, optimizer: Any = None) -> None:
+        """An optimizer is about to step: unless calls still wait, what it allocates is nothing that a plan changes."""
+        step = self._step
+        if step is None or self.plan is None:
+            return
+        self.limit.end_backward(step, self.watch)
+        if not self.watch.running and not self.limit.knows_final_peak:
+            self._look_at(step)
+            if not step.is_first:  # the steps that were measured had none: gradients add up
+                self._sees_the_end_only = True
+                self.watch.start(self.loop, step.batch)
+        if not self.watch.running:
+            return
+        self.watch.mark(MEANWHILE if step.waiting else f"{STEP_OF} {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.Optimizer) and self._on_stepped is None:
+            self._on_stepped = optimizer.register_step_post_hook(lambda *_: self._end_optimizer_step())
+
+    def _end_optimizer_step(self) -> None:
+        """An optimizer has stepped."""
+        if self._on_stepped is not None:
+            self._on_stepped.remove()
+            self._on_stepped = None
+        if self._step is not None:
+            self.watch.mark(MEANWHILE if self._step.waiting else END)
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
         step = self._step
+        if self._on_stepped is not None:  # a scaler of gradients has left the step out
+            self._on_stepped.remove()
+            self._on_stepped = None
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
+            if is_measured:
+                step.growing_bytes = self.limit.growing_bytes()
+            phases = step.as_later(self.watch.phases) if is_measured else []
+            self.limit.learn_final(step, phases)
+            self.limit.end_step(step, self.watch, is_measured=is_measured)
+            sees_all = is_measured and not self._sees_the_end_only
+            self._sees_the_end_only = False
             self._is_joint |= step.is_joint
             if self._is_joint:
-                self._follow(step, is_measured=is_measured)
-            elif is_measured:
-                self._correct(step)
+                self._follow(step, phases if sees_all else [])
+            elif sees_all:
+                self._correct(step, phases)
+            if self._most is not None and any(map(is_final, phases)):  # the last of those whose gradients add up
+                self._exceeded(step)
+            self.limit.check_final(step, phases)
         self._step = None
         if self.plan is None or self.watch.due or self.is_settled:
             return False
         self.is_settled = True
         return True
 
-    def _follow(self, step: Step, *, is_measured: bool) -> None:
+    def _follow(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
-        if not self.ranks.any(is_measured) and all(map(self._paths.running, step.paths)):
+        if not self.ranks.any(bool(phases)) and all(map(self._paths.running, step.paths)):
             return
-        exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
-        self._paths.follow(step, self.watch.phases if is_measured else [], exceeds=exceeds)
+        highest = highest_of(phase for phase in phases if not is_final(phase))
+        exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
             return
-        self._most_bytes = max(self._most_bytes, self.watch.backward_peak_bytes)
+        self._note_most(highest)
         if not any(call.has_another_plan for call in step.numbers):
-            self._exceeded(self._most_bytes)
+            self._exceeded(step)
 
-    def _correct(self, step: Step) -> None:
+    def _correct(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
+        highest = highest_of(phase for phase in phases if not is_final(phase))
+        if highest is None:
+            return
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        is_enough = self.limit.correct(
-            self.modules,
-            [path[0].plan for path in step.paths],
-            max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
-            may_grow=may_grow,
-        )
+        runs = [path[0].plan for path in step.paths]
+        is_enough = self.limit.correct(self.modules, runs, highest.peak_bytes, may_grow=may_grow)
         if not is_enough and not step.is_first:
-            self._exceeded(self.watch.backward_peak_bytes)
+            self._note_most(highest)
+            self._exceeded(step)
 
-    def _exceeded(self, peak_bytes: int) -> None:
+    def _note_most(self, highest: MeteredPhase | None) -> None:
+        """Remember the highest peak of steps that no plan has kept inside the limit."""
+        if highest is not None and (self._most is None or highest.peak_bytes > self._most.peak_bytes):
+            self._most = highest
+
+    def _exceeded(self, step: Step) -> None:
         """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
-        assert self.plan is not None
+        assert self._most is not None
+        if self._adds_up(step):  # the steps up to the optimizer's may take more
+            self.watch.renew()
+            return
         self.watch.give_up()
-        self.limit.exceeded(peak_bytes, self.plan.calls)
+        self.limit.exceeded(self._most, step)
+
+    def _adds_up(self, step: Step) -> bool:
+        """True if gradients go on adding up behind a measured step."""
+        return not self.loop.gradients_linger() and not any(map(is_final, self.watch.phases))
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""

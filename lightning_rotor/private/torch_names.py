@@ -240,6 +240,11 @@ OPTIMIZER_HOOKS = tuple(
 """Attributes in which an optimizer keeps its hooks."""
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """True if an optimizer has hooks around its steps."""
+    return any(bool(getattr(optimizer, name, None)) for name in OPTIMIZER_HOOKS[:2])
+
+
 def has_forward_hooks(module: nn.Module) -> bool:
     """True if a module has hooks of its own around its forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
