@@ -42,8 +42,13 @@ class BudgetError(RotorError, ValueError):
 
     def set_by(self, stage: str) -> BudgetError:
         """The same numbers, which something else has turned out to set."""
-        sizes = {"budget_bytes": self.budget_bytes, "minimum_bytes": self.minimum_bytes}
-        return BudgetError(*self.args, **sizes, stage=stage, gradient_bytes=self.gradient_bytes)
+        return BudgetError(
+            *self.args,
+            budget_bytes=self.budget_bytes,
+            minimum_bytes=self.minimum_bytes,
+            stage=stage,
+            gradient_bytes=self.gradient_bytes,
+        )
 
 
 class TrialError(BudgetError, RuntimeError):

@@ -180,7 +180,8 @@ class ResidentMemory:
         return cls(
             parameter_bytes=held.parameter_bytes(model, device),
             buffer_bytes=held.buffer_bytes(model, device),
-            optimizer_bytes=sum(held.predict_optimizer_state_bytes(each, device) for each in optimizers) + closure_bytes,
+            optimizer_bytes=sum(held.predict_optimizer_state_bytes(each, device) for each in optimizers)
+            + closure_bytes,
             outside_gradient_bytes=held.gradient_bytes(model, device) - inside,
             chain_gradient_bytes=inside,
             batch_bytes=held.storage_bytes(batch, device),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import tensors_in
+from lightning_rotor.private.values import tensors_in, tree_map
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -283,12 +283,7 @@ def _take_dry_steps(
             with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
                 _take_step(clone)
             state_bytes = optimizer_state_bytes(clone, device)
-            if _is_fused(optimizer):
-                return _DrySteps(state_bytes, 0)
-            allocated = _Allocated(clone, device)
-            with mode, torch.no_grad(), allocated:
-                _take_step(clone)
-            return _DrySteps(state_bytes, allocated.peak_bytes)
+            return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
     if state_bytes is None and optimizer.state:
@@ -303,31 +298,110 @@ def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-class _Allocated(AssumedValues):
-    """Follows what operators allocate and nobody has freed yet: a step's variables hold what the real ones would."""
+def _allocated_in_a_step(clone: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+    """The most that a step allocates at once, by a copy without values whose state exists."""
+    parameters = [parameter for group in clone.param_groups for parameter in group["params"]]
+    kind = torch.device(device) if device is not None else parameters[0].device
+    on_meta = _on_meta(clone)
+    allocated = _Allocated(on_meta, kind)
+    with torch.no_grad(), allocated:
+        _take_step(on_meta)
+    return allocated.peak_bytes
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> None:
+
+_LATER = 1000.0
+"""Number of a step that is like all later ones: RAdam takes more from its sixth step on."""
+
+
+def _on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy without values, moved to ``meta``, where operators take a fraction of the time of fake tensors."""
+    moved: torch.optim.Optimizer = object.__new__(type(clone))
+    stand_ins = dict[int, torch.Tensor]()
+
+    def on_meta(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in stand_ins:
+            return stand_ins[id(value)]
+        if not value.dim():  # a step counter, or a product such as NAdam's, which is below 1
+            return torch.full((), 0.5, dtype=value.dtype)
+        return torch.empty_like(value, device="meta")
+
+    for group in clone.param_groups:
+        for parameter in group["params"]:
+            stand_in = nn.Parameter(on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+            vars(stand_in).update({**vars(parameter), **vars(stand_in)})
+            if parameter.requires_grad:
+                stand_in.grad = torch.empty_like(stand_in)
+            stand_ins[id(parameter)] = stand_in
+    vars(moved).update(tree_map(on_meta, {key: each for key, each in vars(clone).items() if key not in _GROWING}))
+    moved.param_groups = []
+    for group in clone.param_groups:
+        accelerated = all(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+        copied = {**tree_map(on_meta, {key: each for key, each in group.items() if key != "params"})}
+        copied["params"] = [stand_ins[id(parameter)] for parameter in group["params"]]
+        if "foreach" in copied and copied["foreach"] is None:  # what torch decides by the device
+            copied["foreach"] = accelerated
+        if "capturable" in copied:
+            copied["capturable"] = False
+        moved.param_groups.append(copied)
+    moved.state = defaultdict(dict)
+    for key, held in clone.state.items():
+        copied = tree_map(on_meta, held)
+        if isinstance(copied, dict) and "step" in copied:
+            number = copied["step"]
+            copied["step"] = torch.full((), _LATER) if isinstance(number, torch.Tensor) else type(number)(_LATER)
+        moved.state[stand_ins.get(id(key), key)] = copied
+    return moved
+
+
+class _Allocated(AssumedValues):
+    """Follows what operators allocate and nobody has freed yet: a step's variables hold what the real ones would.
+
+    ``device`` is the real one of all tensors that are on ``meta``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         super().__init__(0.5)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._older = _sizes([*parameters, *gradients, *tensors_in(list(optimizer.state.values()))], None).keys()
         self._device = device
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._older = dict(self._storages([*parameters, *gradients, *tensors_in(list(optimizer.state.values()))]))
+        self._before = _level(self._older)
+        self._newer: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak_bytes = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self._answer(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._live = {identity: each for identity, each in self._live.items() if not each[0].expired()}
-        for tensor in tensors_in(result):
-            for storage in _storages_of(tensor) if is_on(tensor.device, self._device) else ():
-                identity = private.identity_of(storage)
-                if identity not in self._live and identity not in self._older:
-                    size_bytes = block_bytes(storage.nbytes(), tensor.device)
-                    self._live[identity] = StorageWeakRef(storage), size_bytes
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+        self._newer = _alive(self._newer)
+        for identity, storage in self._storages(tensors_in(result)):
+            known = self._older.get(identity)
+            if known is None or known[0].expired():
+                self._newer.setdefault(identity, storage)
+        if _level(self._newer) > self.peak_bytes:  # if no state was freed meanwhile, and there is much of that
+            freed_bytes = self._before - _level(_alive(self._older))
+            self.peak_bytes = max(self.peak_bytes, _level(self._newer) - freed_bytes)
         return result
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
+        for tensor in tensors:
+            if not (tensor.is_meta or is_on(tensor.device, self._device)):
+                continue
+            for storage in _storages_of(tensor):
+                size_bytes = block_bytes(storage.nbytes(), self._device)
+                yield private.identity_of(storage), (StorageWeakRef(storage), size_bytes)
+
+
+def _alive(storages: dict[int, tuple[StorageWeakRef, int]]) -> dict[int, tuple[StorageWeakRef, int]]:
+    return {identity: each for identity, each in storages.items() if not each[0].expired()}
+
+
+def _level(storages: dict[int, tuple[StorageWeakRef, int]]) -> int:
+    return sum(size for _, size in storages.values())
 
 
 def _stand_in(parameter: torch.Tensor, mode: private.FakeTensorMode) -> nn.Parameter:

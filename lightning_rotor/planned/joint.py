@@ -20,7 +20,18 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, bytes_kept, is_final
+from lightning_rotor.planned.limit import (
+    BACK,
+    BEHIND,
+    INTO,
+    LOSS,
+    Call,
+    CallKey,
+    Foresight,
+    Step,
+    bytes_kept,
+    is_final,
+)
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
@@ -146,6 +157,32 @@ def measured_outside(
             )
         )
     return found
+
+
+def foresight(step: Step, phases: Sequence[MeteredPhase], plan: Plan, reserved_bytes: int) -> Foresight | None:
+    """Peaks of a step like a measured one, if the calls under a plan ran under another one; None if not all was seen.
+
+    None of the calls waits together with others; ``reserved_bytes`` is what is kept free for the rest of the step.
+    """
+    numbers = [number for call, number in step.numbers.items() if call.plan is plan]
+    beyond = [phase.raised(-reserved_bytes) for phase in phases if not is_final(phase)]
+    bare, found = _alone(plan), list[Outside]()
+    for number in numbers:
+        outside = measured_outside(bare, [len(plan.chain)], [number], beyond, lingering_bytes=plan.lingering_bytes)
+        if outside is None:
+            return None
+        found += outside
+
+    def peak_bytes(other: Plan) -> int:
+        return reserved_bytes + max(_alone(other, outside).peak_bytes for outside in found)
+
+    return peak_bytes if found else None
+
+
+def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:
+    """A step with a single call, and what lies around it."""
+    chain = joined([""], [plan.chain], () if outside is None else [outside])
+    return simulate(chain, concatenated([plan.schedule]), **plan.conditions)
 
 
 def _peak_bytes(phases: Sequence[MeteredPhase]) -> int:

@@ -5,9 +5,9 @@ Measured peaks lead to better budgets: less after a peak above the limit, more a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ReferenceType
 
 import torch
@@ -35,6 +35,7 @@ from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning import plan as solve
 from lightning_rotor.private.values import sizes_by_address
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import END, MeteredPhase, Recording
@@ -120,6 +121,7 @@ class Step:
     is_shared: bool = False  # a call was planned with a part of what is left, because others were to come
     other_bytes: int | None = None  # what else a GPU's allocator had given out when the first forward began
     missing: tuple[int, int] = (0, 0)  # what later steps will hold besides, in forwards and in backwards
+    state_bytes: int = 0  # of optimizers, as predicted when it began
     optimizers: int = 1  # of the training
     growing_bytes: int = 0  # by which the state of optimizers will still grow, once they have stepped
     is_over: bool = False
@@ -160,7 +162,9 @@ class Step:
         if kind not in (INTO, BACK) or number not in calls:
             place = "before" if not phase.label else "behind"
             names = [call.key.name for call in calls.values()] or [""]
-            return f"{place} {calls[number].key.name if number in calls else names[0 if not phase.label else -1]}".strip()
+            return (
+                f"{place} {calls[number].key.name if number in calls else names[0 if not phase.label else -1]}".strip()
+            )
         call = calls[number]
         events = [each for each in call.plan.simulation.events if (each.phase == "forward") == (kind == INTO)]
         name = call.plan.chain.names[max(events, key=lambda each: each.peak_bytes).stage]
@@ -171,6 +175,11 @@ class Step:
         batch = sizes_by_address(self.batch)
         made_bytes = sum(size for address, size in sizes_by_address(taken).items() if address not in batch)
         self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
+
+    def learn_state(self, state_bytes: int) -> None:
+        """The state of optimizers is known, now that they have stepped."""
+        error_bytes = state_bytes - self.state_bytes
+        self.missing = self.missing[0] + error_bytes, self.missing[1] + error_bytes
 
     def add(self, call: Call) -> None:
         """A call has run."""
@@ -362,15 +371,37 @@ def _between(good: Trial, bad: Trial, limit_bytes: int) -> int | None:
     return good.budget_bytes + int(gap * min(max(share, _MARGIN), 1 - _MARGIN))
 
 
-def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, budget_bytes: int) -> bool:
-    """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing."""
-    before = known.size_bytes
-    known.size_bytes += plan.budget_bytes - budget_bytes
+Foresight: TypeAlias = Callable[[Plan], int]
+"""Peak of the whole process, until its backward is over, in a step like the measured one under another plan."""
+_MOST_FORESEEN = 12
+
+
+def _within(limit_bytes: int, plan: Plan, budget_bytes: int, foresee: Foresight) -> int:
+    """A budget of at most so many bytes for a plan's chain whose plan is foreseen to keep the limit; 0 if none is."""
+    for _ in range(_MOST_FORESEEN):
+        try:
+            candidate = solve(plan.chain, max(budget_bytes, 1), slots=plan.slots, **plan.conditions)
+        except BudgetError:
+            return 0
+        excess_bytes = foresee(candidate) - limit_bytes
+        if excess_bytes <= 0:
+            return budget_bytes
+        budget_bytes = candidate.peak_bytes - excess_bytes
+    return 0
+
+
+def _replanned(modules: PlannedModules, plan: Plan, known: ClosedLoop, available_bytes: int, budget_bytes: int) -> bool:
+    """Give a chain another budget, or the least if there is no plan for it. False if that changes nothing.
+
+    ``available_bytes`` is what the chain could use if nothing had been learned.
+    """
+    before, running = known.size_bytes, available_bytes - plan.budget_bytes
+    known.size_bytes = available_bytes - budget_bytes
     try:
         modules.replan(plan)
     except BudgetError as error:
         known.size_bytes -= error.minimum_bytes - error.budget_bytes
-        if known.size_bytes <= before:
+        if known.size_bytes <= running:
             known.size_bytes = before
             return False
         return modules.replan(plan).schedule != plan.schedule
@@ -430,6 +461,19 @@ class StepLimit:
         self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
     ) -> Budget:
         """What a plan may use. What else there is shows when a step's first forward begins; between steps the first."""
+        self._resident = self._resident_beside(chain, modules, step)
+        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, [] if step is None else step.batch)
+        if correction_bytes is None:
+            correction_bytes = self._correction_of(chain)
+        budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
+        if chain.fingerprint not in self._known:
+            budget = replace(budget, guessed_bytes=correction_bytes)
+        self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
+        self._excess_bytes, self._correction_bytes = 0, correction_bytes
+        return self._told
+
+    def _resident_beside(self, chain: Chain, modules: nn.Module, step: Step | None) -> ResidentMemory:
+        """What the process holds besides a chain."""
         batch = [] if step is None else step.batch
         resident = self._loop.resident(modules, batch, torch.device(chain.device))
         if not batch:  # in a tuner's trial, which is known from its forward alone
@@ -438,27 +482,22 @@ class StepLimit:
         if step is not None:
             step.other_bytes = resident.other_bytes if step.other_bytes is None else step.other_bytes
             other_bytes = self._others.setdefault(chain.fingerprint, step.other_bytes)
-        self._resident = resident = replace(resident, other_bytes=other_bytes)
-        self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
-        if correction_bytes is None:
-            correction_bytes = self._correction_of(chain)
-        budget = resident.budget(self.size_bytes, correction_bytes=correction_bytes)
-        if chain.fingerprint not in self._known:
-            budget = replace(budget, guessed_bytes=correction_bytes)
-        self._told = replace(budget, error=TrialError) if self._loop.is_trial() else budget
-        self._excess_bytes, self._correction_bytes = 0, correction_bytes
-        return self._told
+        return replace(resident, other_bytes=other_bytes)
 
     def missing(self) -> tuple[int, int]:
         """What later steps hold besides, in forwards and in backwards: a first step has neither state nor gradients."""
         loop = self._loop
         with loop.untoggled():
             gradients = gradient_bytes(loop.model) - existing_gradient_bytes(loop.model)
-            state = sum(
-                predict_optimizer_state_bytes(each) + predict_closure_bytes(each) - optimizer_state_bytes(each)
-                for each in loop.optimizers()
-            )
+            state = self.state_bytes() - sum(map(optimizer_state_bytes, loop.optimizers()))
         return gradients + state, state if loop.gradients_linger() else gradients + state
+
+    def state_bytes(self) -> int:
+        """What optimizers will keep, and hold while a closure runs."""
+        with self._loop.untoggled():
+            return sum(
+                predict_optimizer_state_bytes(each) + predict_closure_bytes(each) for each in self._loop.optimizers()
+            )
 
     def growing_bytes(self) -> int:
         """What the state of LBFGS will still grow by, which fills its history over many steps."""
@@ -503,22 +542,37 @@ class StepLimit:
         size = bytes_kept(chain)
         return max((int(each.size_bytes * max(1, size / each.chain_bytes)) for each in self._known.values()), default=0)
 
-    def correct(self, modules: PlannedModules, runs: Sequence[Plan], measured_bytes: int, *, may_grow: bool) -> bool:
+    def correct(
+        self,
+        modules: PlannedModules,
+        step: Step,
+        measured_bytes: int,
+        foresight_of: Callable[[Plan, int], Foresight | None],
+        *,
+        may_grow: bool,
+    ) -> bool:
         """Plan better if a step has shown how. False if its peak is above the limit and no plan takes less.
 
-        ``runs`` are the plans that the step has run under, one after the other, ``measured_bytes`` is the process' peak
-        until the optimizer's step, ``may_grow`` says that it is the peak of a step like those to come.
+        ``measured_bytes`` is the process' peak until the optimizer's step. ``foresight_of`` tells of a plan, beside so
+        many bytes that are not for it, what the peak would be with another one in its place. ``may_grow`` says that the
+        step is like those to come.
         """
         exceeds, is_better = measured_bytes > self.size_bytes, True
+        runs = [path[0].plan for path in step.paths]
         for plan in {id(plan): plan for plan in runs}.values():
             known = self._take_up(plan.chain)
             if not exceeds and not (may_grow and plan.recomputed and not modules.is_capped(plan)):
                 continue
+            plainly = self._resident_beside(plan.chain, modules.all, step).budget(self.size_bytes)
             budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), self.size_bytes)
+            foresee = foresight_of(plan, plainly.reserved_bytes) if budget else None
+            if budget and foresee is not None:
+                within = _within(self.size_bytes, plan, budget, foresee)
+                budget = within if exceeds or within > plan.budget_bytes else None
             if exceeds:  # where other plans did not help, the one that takes least
-                is_better = _replanned(modules, plan, known, budget or 0)
+                is_better = _replanned(modules, plan, known, plainly.available_bytes, budget or 0)
             elif budget is not None:
-                _replanned(modules, plan, known, budget)
+                _replanned(modules, plan, known, plainly.available_bytes, budget)
         if exceeds and is_better:
             modules.unplan(lambda plan: plan.chain.fingerprint in self._known)
         return is_better
@@ -603,8 +657,8 @@ class StepLimit:
         if highest is None or any(phase.peak_bytes > self.size_bytes for phase in phases if not is_final(phase)):
             return  # a smaller plan follows, or none keeps the limit, which then says what both need
         # A first step makes the state, for which some optimizers take what they never take again.
-        is_certain = not step.is_first or self.final_peak_bytes > self.size_bytes
-        if max(highest.peak_bytes, self.final_peak_bytes) > self.size_bytes and is_certain:
+        sizes = (highest.peak_bytes, self.final_peak_bytes)
+        if (min(sizes) if step.is_first else max(sizes)) > self.size_bytes:
             self._go_beyond(self._or_final(self._final_error(highest)))
 
     def _or_final(self, error: BudgetError) -> BudgetError:

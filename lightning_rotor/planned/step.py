@@ -24,7 +24,7 @@ from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
-from lightning_rotor.planned.joint import PathPlans
+from lightning_rotor.planned.joint import PathPlans, foresight
 from lightning_rotor.planned.limit import (
     BACK,
     BEHIND,
@@ -111,7 +111,7 @@ class StepPlanner(BudgetSource):
             return
         step.batch, step.is_first = tensors_in(step.given), not self.loop.steps()
         if step.is_first:
-            step.missing = self.limit.missing()
+            step.missing, step.state_bytes = self.limit.missing(), self.limit.state_bytes()
         step.optimizers = len(self.loop.optimizers())
 
     def begin_backward(self) -> None:
@@ -154,6 +154,8 @@ class StepPlanner(BudgetSource):
             is_measured = self.watch.stop()
             if is_measured:
                 step.growing_bytes = self.limit.growing_bytes()
+            if is_measured and step.is_first:
+                step.learn_state(self.limit.state_bytes())
             phases = step.as_later(self.watch.phases) if is_measured else []
             self.limit.learn_final(step, phases)
             self.limit.end_step(step, self.watch, is_measured=is_measured)
@@ -193,8 +195,8 @@ class StepPlanner(BudgetSource):
         if highest is None:
             return
         may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        runs = [path[0].plan for path in step.paths]
-        is_enough = self.limit.correct(self.modules, runs, highest.peak_bytes, may_grow=may_grow)
+        foresight_of = partial(foresight, step, phases)
+        is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
             self._note_most(highest)
             self._exceeded(step)
