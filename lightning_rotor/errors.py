@@ -40,16 +40,6 @@ class BudgetError(RotorError, ValueError):
         self.budget_bytes, self.minimum_bytes = budget_bytes, minimum_bytes
         self.stage, self.gradient_bytes = stage, gradient_bytes
 
-    def set_by(self, stage: str) -> BudgetError:
-        """The same numbers, which something else has turned out to set."""
-        return BudgetError(
-            *self.args,
-            budget_bytes=self.budget_bytes,
-            minimum_bytes=self.minimum_bytes,
-            stage=stage,
-            gradient_bytes=self.gradient_bytes,
-        )
-
 
 class TrialError(BudgetError, RuntimeError):
     """No schedule fits in a trial of Lightning's batch size finder, which recognizes a lack of memory by text alone."""

@@ -309,12 +309,17 @@ class RotorCallback(pl.Callback):
         if self._planner is not None:
             self._planner.begin_backward()
 
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A backward is over."""
+        if self._planner is not None:
+            self._planner.end_backward()
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """The backward is over."""
+        """All backwards before it are over."""
         if self._planner is not None:
-            self._planner.end_backward(optimizer)
+            self._planner.begin_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -41,13 +41,13 @@ def limit_error(
     stage: str,
     remedy: str,
     gradient_bytes: int = 0,
-    kind: type[BudgetError] = BudgetError,
+    error: type[BudgetError] = BudgetError,
 ) -> BudgetError:
     """The error for a limit that training cannot keep, in whichever way that has shown.
 
     ``needs`` says what takes the minimum and ends with what sets it, ``stage`` is the name of that.
     """
-    return kind(
+    return error(
         f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
         f"({minimum_bytes:,} bytes) for this model and batch: {needs}. {remedy[0].upper()}{remedy[1:]}",
         budget_bytes=limit_bytes,
@@ -122,18 +122,22 @@ class Budget:
         """True if a plan is what would be planned with this budget."""
         return plan.budget_bytes == max(self.available_bytes, 1) and plan.conditions == self.conditions
 
-    def refusal(self, least_bytes: int, error: BudgetError) -> BudgetError:
-        """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much."""
-        cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, error.stage, error.gradient_bytes)
+    def refusal(self, least_bytes: int, error: BudgetError, *, stage: str | None = None) -> BudgetError:
+        """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much.
+
+        ``stage`` is what sets the minimum, if that is not what the error says.
+        """
+        stage = stage or error.stage
+        cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, stage, error.gradient_bytes)
         return limit_error(
             self.limit_bytes,
             least_bytes + self.reserved_bytes,
             needs=f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least "
             f"{format_bytes(least_bytes)} for activations and new gradients ({cause})",
-            stage=error.stage,
+            stage=stage,
             remedy=remedy,
             gradient_bytes=error.gradient_bytes,
-            kind=self.error,
+            error=self.error,
         )
 
 

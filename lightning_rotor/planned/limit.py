@@ -49,14 +49,19 @@ LOSS = "loss"
 INTO, BEHIND, BACK = "into", "behind", "back to"
 """How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
 STEP_OF = "step of"
-"""How labels begin of the phases behind a backward, in which an optimizer of this class steps; END comes behind it."""
+"""How labels begin of the phases in which an optimizer of this class steps. END is what else comes behind a backward."""
 MEANWHILE = "meanwhile"
 """Label of a phase that would be one of those two, but for calls that still wait for their backward."""
 
 
 def is_final(phase: MeteredPhase) -> bool:
     """True if no plan can change a phase, since no call is alive."""
-    return phase.label == END or phase.label.startswith(STEP_OF)
+    return phase.label == END or is_step(phase)
+
+
+def is_step(phase: MeteredPhase) -> bool:
+    """True if an optimizer steps in a phase."""
+    return phase.label.startswith(STEP_OF)
 
 
 def highest_of(phases: Iterable[MeteredPhase]) -> MeteredPhase | None:
@@ -141,7 +146,7 @@ class Step:
         forward, backward = self.missing
         has_stepped, found = False, []
         for phase in phases:
-            has_stepped |= is_final(phase)
+            has_stepped |= is_step(phase)
             if has_stepped and self.optimizers == 1:  # its state is there, as in a second closure of LBFGS
                 found.append(phase.raised(self.growing_bytes))
             elif is_final(phase):
@@ -154,7 +159,7 @@ class Step:
     def setter(self, phase: MeteredPhase) -> str:
         """Name of what sets the peak of a phase: a stage, what runs around the calls, or an optimizer's step."""
         if phase.label == END:
-            return "behind the optimizer's step"
+            return "behind the backward"
         if phase.label.startswith(STEP_OF):
             return f"{phase.label.removeprefix(STEP_OF).strip()}.step"
         kind, _, number = phase.label.rpartition(" ")
@@ -232,27 +237,29 @@ class StepWatch:
         """Measure no more steps under this plan."""
         self._left = 0
 
-    def start(self, loop: TrainingLoop, batch: Sequence[torch.Tensor]) -> None:
-        """Begin with a step, at its very start or, when a plan is new, in its first forward.
+    def start(self, loop: TrainingLoop, batch: Sequence[torch.Tensor], *, is_due: bool = True) -> bool:
+        """Begin with a step, at its very start or, when a plan is new, in its first forward. True if it runs now.
 
         Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
         step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
+        A step that is not due is left alone, without a word, if the profiler is busy.
         """
         if self._was_interrupted:
-            return
+            return False
         on_cpu = loop.device().type == "cpu"
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
-            return
+            return False
         if on_cpu and loop.may_take_new_buckets():
-            return  # the old ones, never measured, would not show as freed
+            return False  # the old ones, never measured, would not show as freed
         meter = StepMeter(loop.device())
         try:
             meter.start()
         except ProfilingError as error:
-            self.give_up()
-            loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
-            return
+            if is_due:
+                self.give_up()
+                loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
+            return False
         self._meter = meter
         self._model = loop.model
         # The CPU's meter sees only those go that were made under its eyes.
@@ -263,6 +270,7 @@ class StepWatch:
         self._older_bytes = sum(self._older.values())
         self._gone_bytes = [0]
         self._base_bytes = loop.allocated_bytes(batch)
+        return True
 
     def mark(self, label: str) -> None:
         """Begin a phase of the step, if it is measured."""
@@ -601,8 +609,9 @@ class StepLimit:
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
         """End training if a call was refused, and nothing behind the backward can show more: weights are as before."""
-        is_known = self._resident.temporary_bytes is not None and not self._loop.has_hooks_at_end()
-        if self.refused is not None and is_known and not self.beyond and self._loop.gradients_linger():
+        if self.refused is None or self.beyond or not self._loop.gradients_linger():
+            return
+        if self._resident.temporary_bytes is not None and not self._loop.has_hooks_at_end():
             self._end_refused(step, watch.phases if watch.stop() else [])
 
     def end_step(self, step: Step, watch: StepWatch, *, is_measured: bool) -> None:
@@ -619,14 +628,14 @@ class StepLimit:
         assert self.refused is not None
         (budget, error), self.refused = self.refused, None
         highest = highest_of(step.as_later(phases))
-        least_bytes = error.minimum_bytes - budget.reserved_bytes
+        least_bytes, stage = error.minimum_bytes - budget.reserved_bytes, error.stage
         if highest is not None and (rest_bytes := int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes) > 0:
             if is_final(highest):
                 self._go_beyond(self._final_error(highest))
                 return
             budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
-            error = error.set_by(step.setter(highest))
-        self._go_beyond(self._or_final(budget.refusal(least_bytes, error)))
+            stage = step.setter(highest)
+        self._go_beyond(self._or_final(budget.refusal(least_bytes, error, stage=stage)))
 
     def exceeded(self, highest: MeteredPhase, step: Step) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""
@@ -639,7 +648,7 @@ class StepLimit:
             f"(set by {stage!r})",
             stage=stage,
             remedy="raise mem_limit or lower the batch size",
-            kind=self._told.error,
+            error=self._told.error,
         )
         self._go_beyond(self._or_final(error))
 
@@ -682,7 +691,7 @@ class StepLimit:
             f"left that a plan could drop (set by {stage!r})",
             stage=stage,
             remedy=optimizer_remedy(optimizers, self._loop.device()),
-            kind=self._told.error,
+            error=self._told.error,
         )
 
     def _go_beyond(self, error: BudgetError) -> None:

@@ -39,6 +39,7 @@ from lightning_rotor.planned.limit import (
     StepWatch,
     highest_of,
     is_final,
+    is_step,
 )
 from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
 from lightning_rotor.planned.modules import PlannedModules, Target, may_be_planned
@@ -79,6 +80,7 @@ class StepPlanner(BudgetSource):
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
         self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
+        self._begun = 0  # steps
         self._sees_the_end_only = False  # the meter began when the backward was over
         self._on_stepped: Any = None  # handle of a hook
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
@@ -99,11 +101,13 @@ class StepPlanner(BudgetSource):
                 self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
-        if self.is_settled and not self._is_joint:
+        self._begun += 1
+        is_sample = self.plan is not None and is_sample_step(self._begun)
+        if self.is_settled and not self._is_joint and not is_sample:
             return
         self._look_at(self._step)
-        if self.watch.due:
-            self.watch.start(self.loop, self._step.batch)
+        if self.watch.due or is_sample:
+            self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
 
     def _look_at(self, step: Step | None) -> None:
         """Note what planning and measuring ask of a step, before its optimizer steps."""
@@ -118,8 +122,17 @@ class StepPlanner(BudgetSource):
         """The loss is known."""
         self.watch.mark(LOSS)
 
-    def end_backward(self, optimizer: Any = None) -> None:
-        """An optimizer is about to step: unless calls still wait, what it allocates is nothing that a plan changes."""
+    def end_backward(self) -> None:
+        """A backward is over."""
+        self._mark_behind(END)
+
+    def _mark_behind(self, label: str) -> None:
+        """Begin a phase that no plan can change, unless calls still wait for their backward."""
+        if self._step is not None and self.watch.running:
+            self.watch.mark(MEANWHILE if self._step.waiting else label)
+
+    def begin_optimizer_step(self, optimizer: Any = None) -> None:
+        """An optimizer is about to step."""
         step = self._step
         if step is None or self.plan is None:
             return
@@ -127,11 +140,10 @@ class StepPlanner(BudgetSource):
         if not self.watch.running and not self.limit.knows_final_peak:
             self._look_at(step)
             if not step.is_first:  # the steps that were measured had none: gradients add up
-                self._sees_the_end_only = True
-                self.watch.start(self.loop, step.batch)
+                self._sees_the_end_only = self.watch.start(self.loop, step.batch, is_due=False)
         if not self.watch.running:
             return
-        self.watch.mark(MEANWHILE if step.waiting else f"{STEP_OF} {type(optimizer).__name__}")
+        self._mark_behind(f"{STEP_OF} {type(optimizer).__name__}")
         if isinstance(optimizer, torch.optim.Optimizer) and self._on_stepped is None:
             self._on_stepped = optimizer.register_step_post_hook(lambda *_: self._end_optimizer_step())
 
@@ -140,8 +152,7 @@ class StepPlanner(BudgetSource):
         if self._on_stepped is not None:
             self._on_stepped.remove()
             self._on_stepped = None
-        if self._step is not None:
-            self.watch.mark(MEANWHILE if self._step.waiting else END)
+        self._mark_behind(END)
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
@@ -166,7 +177,7 @@ class StepPlanner(BudgetSource):
                 self._follow(step, phases if sees_all else [])
             elif sees_all:
                 self._correct(step, phases)
-            if self._most is not None and any(map(is_final, phases)):  # the last of those whose gradients add up
+            if self._most is not None and any(map(is_step, phases)):  # the last of those whose gradients add up
                 self._exceeded(step)
             self.limit.check_final(step, phases)
         self._step = None
@@ -217,7 +228,7 @@ class StepPlanner(BudgetSource):
 
     def _adds_up(self, step: Step) -> bool:
         """True if gradients go on adding up behind a measured step."""
-        return not self.loop.gradients_linger() and not any(map(is_final, self.watch.phases))
+        return not self.loop.gradients_linger() and not any(map(is_step, self.watch.phases))
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
@@ -294,7 +305,7 @@ class StepPlanner(BudgetSource):
         call = Call(CallKey(plans, signature, prepared.turn), prepared, pending)
         self._step.add(call)
         waiting = pending()
-        if waiting is not None and not self.is_settled:
+        if waiting is not None and (not self.is_settled or self.watch.running):
             waiting.on_backward = partial(self._begin_backward_of, call)
         self.watch.mark(f"{BEHIND} {self._step.numbers[call]}")
 
@@ -350,6 +361,14 @@ class StepPlanner(BudgetSource):
                 plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
             self.limit.recall(saved["corrections"])
         return True
+
+
+_FIRST_SAMPLE, _SAMPLES_APART = 8, 1024
+
+
+def is_sample_step(number: int) -> bool:
+    """True of the steps that are measured in any case: some optimizers, data and models take more as they go on."""
+    return number % _SAMPLES_APART == 0 or (number >= _FIRST_SAMPLE and number.bit_count() == 1)
 
 
 def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:
