@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -322,3 +325,81 @@ def test_predictions_for_several_calls_know_nothing_of_a_limit_far_away(tmp_path
     assert rotor is not None
     assert rotor.predicted_peak_bytes is not None
     assert rotor.predicted_peak_bytes <= 1.1 * max(peaks.peaks[1:])
+
+
+class Skipping(nn.Module):
+    """Layers are skipped at random, by one generator or another."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.draw() > 0.5:
+                x = x + layer(x)
+        return x
+
+
+class Routing(nn.Module):
+    """An expert takes as many rows as the values say."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.expert = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x[:, 0] > 0.5).nonzero()[:, 0]
+        return x.index_add(0, rows, self.expert(x[rows]))
+
+
+class WholeDraws(L.Callback):
+    """Stands before the callback, and asks behind each step what it has measured."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.peaks, self.rotor = limit, list[tuple[bool, int]](), None
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        (rotor,) = (each for each in trainer.callbacks if isinstance(each, RotorCallback))
+        if rotor.measured_peak_bytes is not None:  # of the step before
+            self.peaks.append((rotor._planner._draws.are_seen, rotor.measured_peak_bytes))
+
+    def assert_said(self, error: BudgetError | None, *, differs: bool) -> None:
+        """Draws were noticed, and a plan followed each step that was too large, or an error."""
+        assert error is not None or not differs or any(are_seen for are_seen, _ in self.peaks)
+        for (_, one), (_, following) in pairwise(self.peaks[1:]):
+            assert one <= self.limit or following < one
+        assert error is not None or self.peaks[-1][1] <= self.limit
+
+
+DRAWS: dict[str, tuple[type[nn.Module], Callable[[], float]]] = {
+    "random": (Skipping, random.random),
+    "numpy": (Skipping, np.random.rand),
+    "torch": (Skipping, lambda: float(torch.rand(()))),
+    "values": (Routing, random.random),
+}
+
+
+@pytest.mark.parametrize("name", few(DRAWS, "random", "values"))
+@pytest.mark.feature("Memory", "steps whose sizes are draws (layers skipped at random, experts) are watched")
+def test_a_size_that_is_a_draw_is_never_exceeded_in_silence(tmp_path: Path, name: str) -> None:
+    kind, draw = DRAWS[name]
+
+    def make() -> L.LightningModule:
+        layers = nn.Sequential(nn.Linear(64, 64), kind(draw), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        return Task(lambda: layers, OPTIMIZERS["SGD"])
+
+    steps: dict[str, Any] = {"batch_size": 64, "max_epochs": 4}
+    _, _, error = run(make, tmp_path, 1024, **steps)
+    assert error is not None
+    limit = error.minimum_bytes
+    for _ in range(4):
+        seen = WholeDraws(limit)
+        _, rotor, another = run(make, tmp_path, limit, callbacks=[seen], **steps)
+        assert rotor is not None
+        seen.assert_said(another, differs=kind is Skipping)
+        if another is None:
+            return
+        limit = another.minimum_bytes
+    raise AssertionError("no limit that an error names is enough")

@@ -375,7 +375,7 @@ class _Allocated(AssumedValues):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
-            return self._answer(func, args, kwargs or {})
+            return self.answer(func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._newer = _alive(self._newer)
         for identity, storage in self._storages(tensors_in(result)):

@@ -308,6 +308,51 @@ class StepWatch:
         return trace
 
 
+# ---------------------------------------------------------------- Steps whose size is a draw.
+
+_UNLIKE = 0.003
+_CALM_STEPS, _MOST_APART = 64, 64
+
+
+class Draws:
+    """Knows steps whose peaks differ under the same plans: layers skipped at random, experts, lengths inside of data.
+
+    One measurement says little of those, so all of them are measured, until none has taken more than all before for
+    long; then every second one, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._most: dict[tuple[int, ...], int] = {}
+        self._calm = 0
+        self._least_bytes: int | None = None
+        self.are_seen = False
+
+    @property
+    def spread_bytes(self) -> int:
+        """By how much steps differ: what a draw may take more than all that were seen."""
+        if not self.are_seen or self._least_bytes is None:
+            return 0
+        return max(self._most.values()) - self._least_bytes
+
+    def is_due(self, number: int) -> bool:
+        """True if the step of this number is to be measured."""
+        return self.are_seen and number % min(1 << (self._calm // _CALM_STEPS), _MOST_APART) == 0
+
+    def learn(self, plans: Iterable[Plan], peak_bytes: int, limit_bytes: int) -> None:
+        """A step under plans has had a peak."""
+        key = tuple(sorted({id(plan) for plan in plans}))
+        most = self._most.get(key)
+        self._calm += 1
+        if most is None:
+            self._most, self._least_bytes = {}, peak_bytes  # of plans that may be gone, and their numbers given anew
+        elif abs(peak_bytes - most) > _UNLIKE * most:
+            self.are_seen = True
+        if peak_bytes > limit_bytes or (most is not None and peak_bytes > most * (1 + _UNLIKE)):
+            self._calm = 0
+        self._most[key] = max(peak_bytes, most or 0)
+        self._least_bytes = min(peak_bytes, self._least_bytes or peak_bytes)
+
+
 # -------------------------------------------------------------------- The search for budgets.
 
 # A peak this close to the limit is close enough; a gap smaller than the second figure is not worth a step.
@@ -637,15 +682,19 @@ class StepLimit:
             stage = step.setter(highest)
         self._go_beyond(self._or_final(budget.refusal(least_bytes, error, stage=stage)))
 
-    def exceeded(self, highest: MeteredPhase, step: Step) -> None:
-        """A measured step has taken more, and no plan takes less: go beyond the limit, or end training."""
+    def exceeded(self, highest: MeteredPhase, step: Step, *, spread_bytes: int) -> None:
+        """A measured step has taken more, and no plan takes less: go beyond the limit, or end training.
+
+        Steps have differed by ``spread_bytes``.
+        """
         several = len({call.key for call in step.numbers}) > 1
         stage = step.setter(highest)
         error = limit_error(
             self.size_bytes,
-            int(highest.peak_bytes * (_SEVERAL if several else _UNEVEN)),
-            needs=f"a measured step has taken {format_bytes(highest.peak_bytes)} under the plan that takes least "
-            f"(set by {stage!r})",
+            int(highest.peak_bytes * (_SEVERAL if several else _UNEVEN)) + spread_bytes,
+            needs=f"a measured step has taken {format_bytes(highest.peak_bytes)} under the plan that takes least"
+            + (f", and steps differ by {format_bytes(spread_bytes)} under the same plan" if spread_bytes else "")
+            + f" (set by {stage!r})",
             stage=stage,
             remedy="raise mem_limit or lower the batch size",
             error=self._told.error,

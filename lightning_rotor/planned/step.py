@@ -34,6 +34,7 @@ from lightning_rotor.planned.limit import (
     STEP_OF,
     Call,
     CallKey,
+    Draws,
     Step,
     StepLimit,
     StepWatch,
@@ -81,6 +82,7 @@ class StepPlanner(BudgetSource):
         self._is_joint = False  # calls of a step may be alive together
         self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
         self._begun = 0  # steps
+        self._draws = Draws()
         self._sees_the_end_only = False  # the meter began when the backward was over
         self._on_stepped: Any = None  # handle of a hook
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
@@ -102,7 +104,7 @@ class StepPlanner(BudgetSource):
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
         self._begun += 1
-        is_sample = self.plan is not None and is_sample_step(self._begun)
+        is_sample = self.plan is not None and (is_sample_step(self._begun) or self._draws.is_due(self._begun))
         if self.is_settled and not self._is_joint and not is_sample:
             return
         self._look_at(self._step)
@@ -192,6 +194,8 @@ class StepPlanner(BudgetSource):
             return
         highest = highest_of(phase for phase in phases if not is_final(phase))
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        if highest is not None and not step.is_first:
+            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
         self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
@@ -205,7 +209,9 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not is_final(phase))
         if highest is None:
             return
-        may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
+        if not step.is_first:  # with all that a step finds from those before it
+            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
+        may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
         foresight_of = partial(foresight, step, phases)
         is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
@@ -224,7 +230,7 @@ class StepPlanner(BudgetSource):
             self.watch.renew()
             return
         self.watch.give_up()
-        self.limit.exceeded(self._most, step)
+        self.limit.exceeded(self._most, step, spread_bytes=self._draws.spread_bytes)
 
     def _adds_up(self, step: Step) -> bool:
         """True if gradients go on adding up behind a measured step."""
