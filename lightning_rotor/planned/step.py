@@ -17,6 +17,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilerBusyError, RotorError
@@ -84,7 +85,7 @@ class StepPlanner(BudgetSource):
         self._begun = 0  # steps
         self._draws = Draws()
         self._sees_the_end_only = False  # the meter began when the backward was over
-        self._on_stepped: Any = None  # handle of a hook
+        self._on_stepped: dict[int, RemovableHandle] = {}  # hooks of optimizers in a measured step, by identity
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
         self.modules = PlannedModules(loop, self, settings, names)
         if not self.load(saved):
@@ -146,22 +147,14 @@ class StepPlanner(BudgetSource):
         if not self.watch.running:
             return
         self._mark_behind(f"{STEP_OF} {type(optimizer).__name__}")
-        if isinstance(optimizer, torch.optim.Optimizer) and self._on_stepped is None:
-            self._on_stepped = optimizer.register_step_post_hook(lambda *_: self._end_optimizer_step())
-
-    def _end_optimizer_step(self) -> None:
-        """An optimizer has stepped."""
-        if self._on_stepped is not None:
-            self._on_stepped.remove()
-            self._on_stepped = None
-        self._mark_behind(END)
+        if isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in self._on_stepped:
+            hook = optimizer.register_step_post_hook(lambda *_: self._mark_behind(END))
+            self._on_stepped[id(optimizer)] = hook
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
         step = self._step
-        if self._on_stepped is not None:  # a scaler of gradients has left the step out
-            self._on_stepped.remove()
-            self._on_stepped = None
+        self._unhook()
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
@@ -187,6 +180,12 @@ class StepPlanner(BudgetSource):
             return False
         self.is_settled = True
         return True
+
+    def _unhook(self) -> None:
+        """Take the hooks off the optimizers. Not inside of them, for torch goes through all while they run."""
+        for handle in self._on_stepped.values():
+            handle.remove()
+        self._on_stepped = {}
 
     def _follow(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
@@ -239,6 +238,7 @@ class StepPlanner(BudgetSource):
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
         self.watch.drop()
+        self._unhook()
         self.save()
         self.modules.end()
         self._step = None
