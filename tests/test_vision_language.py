@@ -79,8 +79,14 @@ class Qwen(Model):
         super().__init__()
         rope = {"type": "mrope", "mrope_section": [2, 3, 3], "rope_type": "default", "rope_theta": 10000.0}
         vision = {
-            **{"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
-            **{"spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3},
+            "depth": 2,
+            "embed_dim": 32,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "in_channels": 3,
         }
         config = transformers.Qwen2VLConfig(
             text_config={

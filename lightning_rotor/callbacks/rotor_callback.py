@@ -43,6 +43,7 @@ class _ProcessPlan:
     target: str
     left_out: str  # what is not planned, with shares of the compute
     reserved_bytes: int  # what the process holds besides what was planned
+    final_peak_bytes: int  # behind the backward, when optimizers step
     measuring_seconds: float
     measured_overhead: float | None  # None before the second step under a plan
 
@@ -59,14 +60,15 @@ class _ProcessPlan:
             watch.reserved_bytes,
             str(planner.modules),
             planner.modules.left_out,
-            planner.limit.reserved_beside(plan),
+            planner.limit.reserved_bytes,
+            planner.limit.final_peak_bytes,
             planner.modules.measuring_seconds,
             planner.modules.measured_overhead(plan),
         )
 
     @property
     def predicted_peak_bytes(self) -> int:
-        return self.reserved_bytes + self.plan.peak_bytes
+        return max(self.reserved_bytes + self.plan.peak_bytes, self.final_peak_bytes)
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, by name."""
@@ -115,6 +117,7 @@ class _ProcessPlan:
             self.plan,
             limit_bytes=self.limit_bytes,
             reserved_bytes=self.reserved_bytes,
+            final_peak_bytes=self.final_peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
             extra_rows=[*rows, ("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)],
         )
@@ -310,12 +313,17 @@ class RotorCallback(pl.Callback):
         if self._planner is not None:
             self._planner.begin_backward()
 
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A backward is over."""
+        if self._planner is not None:
+            self._planner.end_backward()
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """The backward is over."""
+        """All backwards before it are over."""
         if self._planner is not None:
-            self._planner.end_backward()
+            self._planner.begin_optimizer_step(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

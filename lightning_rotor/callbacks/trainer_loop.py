@@ -24,7 +24,7 @@ from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
-from lightning_rotor.private.torch_names import outside_of_graphs
+from lightning_rotor.private.torch_names import has_step_hooks, outside_of_graphs
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import PLAIN
@@ -131,6 +131,14 @@ def first_call(
     return found[0] if found else None
 
 
+# Callbacks whose hooks at the end of a step allocate nothing worth a word.
+_HARMLESS = (
+    "lightning_rotor.",
+    *(f"lightning.pytorch.callbacks.{name}" for name in ("progress", "model_checkpoint", "early_stopping", "timer")),
+    *(f"lightning.pytorch.callbacks.{name}" for name in ("device_stats_monitor", "lr_monitor", "on_exception_check")),
+)
+
+
 class TrainerLoop(TrainingLoop):
     """The loop of a Trainer, for a callback of it if there is one."""
 
@@ -152,6 +160,19 @@ class TrainerLoop(TrainingLoop):
         # zero_grad runs between forward and backward, unless several backwards add up or the user decides.
         self.gradients_linger = lambda: model.automatic_optimization and trainer.accumulate_grad_batches == 1
         self.steps = lambda: trainer.global_step
+
+    @override
+    def has_hooks_at_end(self) -> bool:
+        """True if the user's code runs between a backward and the end of a step, whose memory nobody knows before."""
+        own = ("optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end")
+        theirs = ("on_before_optimizer_step", "on_train_batch_end")
+        optimizers = self.trainer.optimizers
+        others = [each for each in self.trainer.callbacks if not type(each).__module__.startswith(_HARMLESS)]  # type: ignore[attr-defined]
+        return (
+            any(is_overridden(name, self.model) for name in own)
+            or any(getattr(type(each), name) is not getattr(pl.Callback, name) for each in others for name in theirs)
+            or any(has_step_hooks(each) for each in optimizers)
+        )
 
     @override
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:

@@ -33,6 +33,30 @@ from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 
+def limit_error(
+    limit_bytes: int,
+    minimum_bytes: int,
+    *,
+    needs: str,
+    stage: str,
+    remedy: str,
+    gradient_bytes: int = 0,
+    error: type[BudgetError] = BudgetError,
+) -> BudgetError:
+    """The error for a limit that training cannot keep, in whichever way that has shown.
+
+    ``needs`` says what takes the minimum and ends with what sets it, ``stage`` is the name of that.
+    """
+    return error(
+        f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
+        f"({minimum_bytes:,} bytes) for this model and batch: {needs}. {remedy[0].upper()}{remedy[1:]}",
+        budget_bytes=limit_bytes,
+        minimum_bytes=minimum_bytes,
+        stage=stage,
+        gradient_bytes=gradient_bytes,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What a plan may use of a device's memory.
@@ -98,19 +122,22 @@ class Budget:
         """True if a plan is what would be planned with this budget."""
         return plan.budget_bytes == max(self.available_bytes, 1) and plan.conditions == self.conditions
 
-    def refusal(self, least_bytes: int, error: BudgetError) -> BudgetError:
-        """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much."""
-        limit_bytes, minimum_bytes = self.limit_bytes, least_bytes + self.reserved_bytes
-        cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, error.stage, error.gradient_bytes)
-        return self.error(
-            f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
-            f"({minimum_bytes:,} bytes) for this model and batch: {format_bytes(self.reserved_bytes)} for "
-            f"{self.reserved_for}, and at least {format_bytes(least_bytes)} for activations and new gradients "
-            f"({cause}). {remedy[0].upper()}{remedy[1:]}",
-            budget_bytes=limit_bytes,
-            minimum_bytes=minimum_bytes,
-            stage=error.stage,
+    def refusal(self, least_bytes: int, error: BudgetError, *, stage: str | None = None) -> BudgetError:
+        """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much.
+
+        ``stage`` is what sets the minimum, if that is not what the error says.
+        """
+        stage = stage or error.stage
+        cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, stage, error.gradient_bytes)
+        return limit_error(
+            self.limit_bytes,
+            least_bytes + self.reserved_bytes,
+            needs=f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least "
+            f"{format_bytes(least_bytes)} for activations and new gradients ({cause})",
+            stage=stage,
+            remedy=remedy,
             gradient_bytes=error.gradient_bytes,
+            error=self.error,
         )
 
 
@@ -119,9 +146,10 @@ class ResidentMemory:
     """What a training process holds on a device while a chain runs, in bytes.
 
     Attributes:
-        optimizer_bytes: As large as it will be after the first step of all optimizers.
+        optimizer_bytes: As large as it will be after the first step of all optimizers, and while a closure runs.
         outside_gradient_bytes: Gradients of all parameters outside of the planned module.
         other_bytes: What else a GPU's allocator has given out when the chain's forward begins: workspaces, for one.
+        temporary_bytes: What the optimizers' steps allocate and free again; None if that is not known yet.
         gradients_linger: The loop frees the gradients of one step between the forward and the backward of the next, as
             Lightning's automatic optimization does. Otherwise they may be there throughout (accumulation).
     """
@@ -134,6 +162,7 @@ class ResidentMemory:
     batch_bytes: int = 0
     communication_bytes: int = 0
     other_bytes: int = 0
+    temporary_bytes: int | None = 0
     gradients_linger: bool = True
 
     @classmethod
@@ -147,13 +176,34 @@ class ResidentMemory:
     ) -> ResidentMemory:
         """Count what is there, and predict what will be."""
         inside = held.gradient_bytes(target, device)
+        optimizers = list(optimizers)
+        closure_bytes = sum(held.predict_closure_bytes(each, device) for each in optimizers)
+        temporary = [held.predict_optimizer_temporary_bytes(each, device) for each in optimizers]
+        known = [each for each in temporary if each is not None]
+        temporary_bytes = max(known, default=0) - closure_bytes if len(known) == len(temporary) else None
         return cls(
             parameter_bytes=held.parameter_bytes(model, device),
             buffer_bytes=held.buffer_bytes(model, device),
-            optimizer_bytes=sum(held.predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers),
+            optimizer_bytes=sum(held.predict_optimizer_state_bytes(each, device) for each in optimizers)
+            + closure_bytes,
             outside_gradient_bytes=held.gradient_bytes(model, device) - inside,
             chain_gradient_bytes=inside,
             batch_bytes=held.storage_bytes(batch, device),
+            temporary_bytes=temporary_bytes,
+        )
+
+    @property
+    def staying_bytes(self) -> int:
+        """What is there when an optimizer steps, all gradients included."""
+        return (
+            self.parameter_bytes
+            + self.buffer_bytes
+            + self.optimizer_bytes
+            + self.outside_gradient_bytes
+            + self.chain_gradient_bytes
+            + self.batch_bytes
+            + self.communication_bytes
+            + self.other_bytes
         )
 
     def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:

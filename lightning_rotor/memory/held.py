@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import tensors_in
+from lightning_rotor.private.values import tensors_in, tree_map
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -135,7 +137,7 @@ def _dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return block_bytes(local.numel() * dtype.itemsize, tensor.device)
 
 
-# ----------------------------------- What an optimizer's state will take, found in a dry step of a copy without values.
+# ------------------------------- What an optimizer's state and its steps will take, found in dry steps of a copy without values.
 
 _log = logging.getLogger(__name__)
 
@@ -148,23 +150,72 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
     """Predict the bytes of an optimizer's state after its next step. The optimizer stays as it is.
 
     Every parameter that requires a gradient is taken to get one. Exact for every optimizer of ``torch.optim`` but
-    LBFGS, which fills its history over many steps. Two tensors per parameter, like Adam's, if no dry step works.
+    LBFGS, which fills its history over many steps. If no dry step works, what there is, and before the first step two
+    tensors per parameter, like Adam's.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(1000))
         >>> predict_optimizer_state_bytes(torch.optim.Adam([weight]))  # two moments and a step counter
         8004
     """
+    return _dry_steps(optimizer, device).state_bytes
+
+
+def predict_optimizer_temporary_bytes(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+) -> int | None:
+    """Predict the most bytes that an optimizer allocates at once in a step, state that exists not included.
+
+    The first step, which makes the state, takes no more than this and the state. None if no dry step works.
+
+    Example:
+        >>> weights = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(3000))]
+        >>> predict_optimizer_temporary_bytes(torch.optim.RMSprop(weights, foreach=True))  # a root of each
+        16000
+    """
+    return _dry_steps(optimizer, device).temporary_bytes
+
+
+def predict_closure_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+    """Predict what an optimizer holds besides its state while its closure trains, which LBFGS calls several times."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 0
+    return _lbfgs_vectors(optimizer)[0] * _vector_bytes(optimizer, device)
+
+
+def temporary_bytes_one_by_one(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+) -> int | None:
+    """Predict the same with ``foreach=False``; None if an optimizer has no such switch, or does not use it."""
+    groups = optimizer.param_groups
+    if not all("foreach" in group for group in groups) or all(group["foreach"] is False for group in groups):
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS) or _is_fused(optimizer):
+        return None
+    return _take_dry_steps(optimizer, device, foreach=False).temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _DrySteps:
+    """Bytes of the state after a step, and the most that another one allocates meanwhile, None if unknown."""
+
+    state_bytes: int
+    temporary_bytes: int | None
+
+
+def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> _DrySteps:
     if isinstance(optimizer, torch.optim.LBFGS):
-        return _full_history_bytes(optimizer, device)
+        most_bytes = _lbfgs_vectors(optimizer)[1] * _vector_bytes(optimizer, device)
+        return _DrySteps(_full_history_bytes(optimizer, device), most_bytes)
     facts = _facts(optimizer, device)
     known = _predicted.get(optimizer)
     if known is None or known[0] != facts:
-        known = _predicted[optimizer] = facts, _bytes_after_next_step(optimizer, device)
+        known = _predicted[optimizer] = facts, _take_dry_steps(optimizer, device)
     return known[1]
 
 
-_predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, int]] = WeakKeyDictionary()  # with what it depends on
+# Each with what it depends on.
+_predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
 
 
 def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
@@ -191,34 +242,171 @@ def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None
     ]
 
 
+def _lbfgs_vectors(optimizer: torch.optim.LBFGS) -> tuple[int, int]:
+    """Vectors of all parameters besides the state: while a closure runs, and at most. Its step's variables hold them."""
+    group = optimizer.param_groups[0]
+    if group["line_search_fn"] is not None:
+        return 5, 6
+    return (3, 5) if group["max_iter"] > 1 else (0, 3)
+
+
+def _vector_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
+    parameters = _trained(optimizer, device)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return block_bytes(size_bytes, parameters[0].device) if parameters else 0
+
+
 def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
     parameters = _trained(optimizer, device)
     if not parameters:
         return 0
     # Vectors: two per entry, direction, last gradient. Scalars: two per entry, scale of the Hessian, step size.
     entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
-    vector = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return entries * sum(block_bytes(each, parameters[0].device) for each in (vector, parameters[0].element_size()))
+    scalar_bytes = block_bytes(parameters[0].element_size(), parameters[0].device)
+    return entries * (_vector_bytes(optimizer, device) + scalar_bytes)
 
 
-def _bytes_after_next_step(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+def _take_dry_steps(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None, *, foreach: bool | None = None
+) -> _DrySteps:
+    """Take two dry steps: the first makes the state, the second shows what later ones allocate."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
     mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    state_bytes = None
 
-    def take_step() -> int:
+    def take_step() -> torch.optim.Optimizer:
         clone = _copy(optimizer, mode, {id(parameter): _stand_in(parameter, mode) for parameter in parameters})
+        for group in clone.param_groups if foreach is not None else ():
+            group["foreach"] = foreach
         with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
             _take_step(clone)
-        return optimizer_state_bytes(clone, device)
+        return clone
 
     try:
         with without_trace() as generators:
-            return run_dry(take_step, generators)
+            clone = run_dry(take_step, generators)
+            state_bytes = optimizer_state_bytes(clone, device)
+            return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
-    return 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
+    if state_bytes is None and optimizer.state:
+        state_bytes = optimizer_state_bytes(optimizer, device)
+    if state_bytes is None:
+        state_bytes = 2 * sum(_dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
+    return _DrySteps(state_bytes, None)
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """True if one kernel steps, which allocates nothing."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _allocated_in_a_step(clone: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+    """The most that a step allocates at once, by a copy without values whose state exists."""
+    parameters = [parameter for group in clone.param_groups for parameter in group["params"]]
+    kind = torch.device(device) if device is not None else parameters[0].device
+    on_meta = _on_meta(clone)
+    allocated = _Allocated(on_meta, kind)
+    with torch.no_grad(), allocated:
+        _take_step(on_meta)
+    return allocated.peak_bytes
+
+
+_LATER = 1000.0
+"""Number of a step that is like all later ones: RAdam takes more from its sixth step on."""
+
+
+def _on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy without values, moved to ``meta``, where operators take a fraction of the time of fake tensors."""
+    moved: torch.optim.Optimizer = object.__new__(type(clone))
+    stand_ins = dict[int, torch.Tensor]()
+
+    def on_meta(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if id(value) in stand_ins:
+            return stand_ins[id(value)]
+        if not value.dim():  # a step counter, or a product such as NAdam's, which is below 1
+            return torch.full((), 0.5, dtype=value.dtype)
+        return torch.empty_like(value, device="meta")
+
+    for group in clone.param_groups:
+        for parameter in group["params"]:
+            stand_in = nn.Parameter(on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+            vars(stand_in).update({**vars(parameter), **vars(stand_in)})
+            if parameter.requires_grad:
+                stand_in.grad = torch.empty_like(stand_in)
+            stand_ins[id(parameter)] = stand_in
+    vars(moved).update(tree_map(on_meta, {key: each for key, each in vars(clone).items() if key not in _GROWING}))
+    moved.param_groups = []
+    for group in clone.param_groups:
+        accelerated = all(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+        copied = {**tree_map(on_meta, {key: each for key, each in group.items() if key != "params"})}
+        copied["params"] = [stand_ins[id(parameter)] for parameter in group["params"]]
+        if "foreach" in copied and copied["foreach"] is None:  # what torch decides by the device
+            copied["foreach"] = accelerated
+        if "capturable" in copied:
+            copied["capturable"] = False
+        moved.param_groups.append(copied)
+    moved.state = defaultdict(dict)
+    for key, held in clone.state.items():
+        copied = tree_map(on_meta, held)
+        if isinstance(copied, dict) and "step" in copied:
+            number = copied["step"]
+            copied["step"] = torch.full((), _LATER) if isinstance(number, torch.Tensor) else type(number)(_LATER)
+        moved.state[stand_ins.get(id(key), key)] = copied
+    return moved
+
+
+class _Allocated(AssumedValues):
+    """Follows what operators allocate and nobody has freed yet: a step's variables hold what the real ones would.
+
+    ``device`` is the real one of all tensors that are on ``meta``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        super().__init__(0.5)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self._device = device
+        self._older = dict(self._storages([*parameters, *gradients, *tensors_in(list(optimizer.state.values()))]))
+        self._before = _level(self._older)
+        self._newer: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return self.answer(func, args, kwargs or {})
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self._newer = _alive(self._newer)
+        for identity, storage in self._storages(tensors_in(result)):
+            known = self._older.get(identity)
+            if known is None or known[0].expired():
+                self._newer.setdefault(identity, storage)
+        if _level(self._newer) > self.peak_bytes:  # if no state was freed meanwhile, and there is much of that
+            freed_bytes = self._before - _level(_alive(self._older))
+            self.peak_bytes = max(self.peak_bytes, _level(self._newer) - freed_bytes)
+        return result
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
+        for tensor in tensors:
+            if not (tensor.is_meta or is_on(tensor.device, self._device)):
+                continue
+            for storage in _storages_of(tensor):
+                size_bytes = block_bytes(storage.nbytes(), self._device)
+                yield private.identity_of(storage), (StorageWeakRef(storage), size_bytes)
+
+
+def _alive(storages: dict[int, tuple[StorageWeakRef, int]]) -> dict[int, tuple[StorageWeakRef, int]]:
+    return {identity: each for identity, each in storages.items() if not each[0].expired()}
+
+
+def _level(storages: dict[int, tuple[StorageWeakRef, int]]) -> int:
+    return sum(size for _, size in storages.values())
 
 
 def _stand_in(parameter: torch.Tensor, mode: private.FakeTensorMode) -> nn.Parameter:

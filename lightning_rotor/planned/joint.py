@@ -20,7 +20,18 @@ from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, bytes_kept
+from lightning_rotor.planned.limit import (
+    BACK,
+    BEHIND,
+    INTO,
+    LOSS,
+    Call,
+    CallKey,
+    Foresight,
+    Step,
+    bytes_kept,
+    is_final,
+)
 from lightning_rotor.planned.plans import BudgetSource
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.plan import scheduled
@@ -148,6 +159,32 @@ def measured_outside(
     return found
 
 
+def foresight(step: Step, phases: Sequence[MeteredPhase], plan: Plan, reserved_bytes: int) -> Foresight | None:
+    """Peaks of a step like a measured one, if the calls under a plan ran under another one; None if not all was seen.
+
+    None of the calls waits together with others; ``reserved_bytes`` is what is kept free for the rest of the step.
+    """
+    numbers = [number for call, number in step.numbers.items() if call.plan is plan]
+    beyond = [phase.raised(-reserved_bytes) for phase in phases if not is_final(phase)]
+    bare, found = _alone(plan), list[Outside]()
+    for number in numbers:
+        outside = measured_outside(bare, [len(plan.chain)], [number], beyond, lingering_bytes=plan.lingering_bytes)
+        if outside is None:
+            return None
+        found += outside
+
+    def peak_bytes(other: Plan) -> int:
+        return reserved_bytes + max(_alone(other, outside).peak_bytes for outside in found)
+
+    return peak_bytes if found else None
+
+
+def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:
+    """A step with a single call, and what lies around it."""
+    chain = joined([""], [plan.chain], () if outside is None else [outside])
+    return simulate(chain, concatenated([plan.schedule]), **plan.conditions)
+
+
 def _peak_bytes(phases: Sequence[MeteredPhase]) -> int:
     return max((phase.peak_bytes for phase in phases), default=0)
 
@@ -258,7 +295,7 @@ def _moved(numbers: Sequence[int], by: int) -> tuple[int, ...]:
 # ------------------- The plans of all paths. A call that is on several has one plan, made for the path that needs most.
 
 _MOST_PATHS = 64
-_SPARED = 0.01  # of the limit: under another plan, the code around calls takes a little more
+_SPARED = 0.01  # of what is taken: under another plan, the code around calls takes a little more
 Path: TypeAlias = tuple[CallKey, ...]
 """Calls that wait for their backward together, in the order of their forwards."""
 
@@ -318,7 +355,7 @@ class PathPlans:
         budget = self._budget(bare, _copied_bytes(call.prepared for call in calls))
         schedule = concatenated([call.plan.schedule for call in calls])
         # What is kept free for the rest of the step is in the budget already.
-        beyond = [phase.raised(-budget.reserved_bytes) for phase in step.as_later(phases)]
+        beyond = [phase.raised(-budget.reserved_bytes) for phase in phases if not is_final(phase)]
         found = measured_outside(
             simulate(bare, schedule, **budget.conditions),
             list(map(len, chains)),
@@ -405,7 +442,9 @@ class PathPlans:
         if measured is None or tight:
             budget = budget.reduced_to(0, "other calls, and what is not measured yet")
         else:
-            spared_bytes = int(budget.limit_bytes * _SPARED)
+            # Where all fits with ease, of what is held then.
+            plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
+            spared_bytes = int(min(budget.limit_bytes, budget.reserved_bytes + plain.peak_bytes) * _SPARED)
             budget = replace(budget, available_bytes=budget.available_bytes - spared_bytes, guessed_bytes=spared_bytes)
         must_fit = measured is not None and not tight and not settled.keys().isdisjoint(path)
         try:

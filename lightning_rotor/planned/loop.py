@@ -156,6 +156,9 @@ class TrainingLoop(Protocol):
     gradients_linger: Callable[[], bool]  # those of one step are there until after the next forward, and no longer
     steps: Callable[[], int]  # of all optimizers so far
 
+    def has_hooks_at_end(self) -> bool:
+        """True if the user's code runs between a backward and the end of a step, whose memory nobody knows before."""
+
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step; ``ProfilingError`` if that cannot be told before it."""
 
@@ -202,6 +205,8 @@ class TrainingLoop(Protocol):
             resident,
             communication_bytes=communication_bytes,
             other_bytes=other_bytes,
+            # The messages of FSDP are gone when its optimizer steps.
+            temporary_bytes=None if self._shards() else resident.temporary_bytes,
             gradients_linger=self.gradients_linger(),
         )
 

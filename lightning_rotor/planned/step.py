@@ -17,6 +17,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.chain import Chain
@@ -25,8 +26,24 @@ from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
-from lightning_rotor.planned.joint import PathPlans
-from lightning_rotor.planned.limit import BACK, BEHIND, INTO, LOSS, Call, CallKey, Step, StepLimit, StepWatch
+from lightning_rotor.planned.joint import PathPlans, foresight
+from lightning_rotor.planned.limit import (
+    BACK,
+    BEHIND,
+    INTO,
+    LOSS,
+    MEANWHILE,
+    STEP_OF,
+    Call,
+    CallKey,
+    Draws,
+    Step,
+    StepLimit,
+    StepWatch,
+    highest_of,
+    is_final,
+    is_step,
+)
 from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -34,6 +51,7 @@ from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.meters import END, MeteredPhase
 from lightning_rotor.units import MemoryLimit
 
 
@@ -65,7 +83,11 @@ class StepPlanner(BudgetSource):
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
-        self._most_bytes = 0  # that such a step has taken beyond the limit
+        self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
+        self._begun = 0  # steps
+        self._draws = Draws()
+        self._sees_the_end_only = False  # the meter began when the backward was over
+        self._on_stepped: dict[int, RemovableHandle] = {}  # hooks of optimizers in a measured step, by identity
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
         self.modules = PlannedModules(loop, self, settings, names)
         if not self.load(saved):
@@ -84,12 +106,14 @@ class StepPlanner(BudgetSource):
                 self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
-        if self.is_settled and not self._is_joint:
+        self._begun += 1
+        is_sample = self.plan is not None and (is_sample_step(self._begun) or self._draws.is_due(self._begun))
+        if self.is_settled and not self._is_joint and not is_sample:
             return
         self._look_at(self._step)
         self._tell_if_nothing_is_planned()
-        if self.watch.due:
-            self.watch.start(self.loop, self._step.batch)
+        if self.watch.due or is_sample:
+            self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
 
     def _look_at(self, step: Step | None) -> None:
         """Note what planning and measuring ask of a step, before its optimizer steps."""
@@ -97,36 +121,68 @@ class StepPlanner(BudgetSource):
             return
         step.batch, step.is_first = tensors_in(step.given), not self.loop.steps()
         if step.is_first:
-            step.missing = self.limit.missing()
+            step.missing, step.state_bytes = self.limit.missing(), self.limit.state_bytes()
+        step.optimizers = len(self.loop.optimizers())
 
     def begin_backward(self) -> None:
         """The loss is known."""
         self.watch.mark(LOSS)
 
     def end_backward(self) -> None:
-        """The optimizer is about to step: what it allocates is nothing that a plan could change."""
-        self.watch.mark()
-        if self._step is not None and self.limit.refused is not None:
-            self.limit.end_backward(self._step, self.watch)
+        """A backward is over."""
+        self._mark_behind(END)
+
+    def _mark_behind(self, label: str) -> None:
+        """Begin a phase that no plan can change, unless calls still wait for their backward."""
+        if self._step is not None and self.watch.running:
+            self.watch.mark(MEANWHILE if self._step.waiting else label)
+
+    def begin_optimizer_step(self, optimizer: Any = None) -> None:
+        """An optimizer is about to step."""
+        step = self._step
+        if step is None or self.plan is None:
+            return
+        self.limit.end_backward(step, self.watch)
+        if not self.watch.running and not self.limit.knows_final_peak:
+            self._look_at(step)
+            if not step.is_first:  # the steps that were measured had none: gradients add up
+                self._sees_the_end_only = self.watch.start(self.loop, step.batch, is_due=False)
+        if not self.watch.running:
+            return
+        self._mark_behind(f"{STEP_OF} {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in self._on_stepped:
+            hook = optimizer.register_step_post_hook(lambda *_: self._mark_behind(END))
+            self._on_stepped[id(optimizer)] = hook
 
     def end_step(self) -> bool:
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans have settled now."""
         step, shows_modules = self._step, self.modules.is_open
+        self._unhook()
         if step is not None and shows_modules:
             self._close(step)
-        if self.plan is None and step is not None:
-            self._tell_if_nothing_is_planned()
-            if self.watch.stop() and not step.is_first and self.watch.backward_peak_bytes > self.limit.size_bytes:
-                self.limit.exceeded_without_a_plan(self.watch.backward_peak_bytes)
+        if step is not None and self.plan is None:
+            self._compare_without_a_plan(step)
         self.modules.tell()
         if self.plan is not None and step is not None:
             step.is_over = True
             is_measured = self.watch.stop()
+            if is_measured:
+                step.growing_bytes = self.limit.growing_bytes()
+            if is_measured and step.is_first:
+                step.learn_state(self.limit.state_bytes())
+            phases = step.as_later(self.watch.phases) if is_measured else []
+            self.limit.learn_final(step, phases)
+            self.limit.end_step(step, self.watch, is_measured=is_measured)
+            sees_all = is_measured and not self._sees_the_end_only
+            self._sees_the_end_only = False
             self._is_joint |= step.is_joint
             if self._is_joint:
-                self._follow(step, is_measured=is_measured)
-            elif is_measured and not shows_modules:
-                self._correct(step)
+                self._follow(step, phases if sees_all else [])
+            elif sees_all and not shows_modules:
+                self._correct(step, phases)
+            if self._most is not None and any(map(is_step, phases)):  # the last of those whose gradients add up
+                self._exceeded(step)
+            self.limit.check_final(step, phases)
         self._step = None
         if self.plan is None or self.watch.due or self.is_settled:
             return False
@@ -153,40 +209,72 @@ class StepPlanner(BudgetSource):
             step.is_shared = False
             self.modules.unplan(lambda plan: False)
 
-    def _follow(self, step: Step, *, is_measured: bool) -> None:
+    def _compare_without_a_plan(self, step: Step) -> None:
+        """The limit holds for steps in which nothing is planned, too."""
+        self._tell_if_nothing_is_planned()
+        if self.watch.stop() and not step.is_first:
+            highest = highest_of(self.watch.phases)
+            if highest is not None and highest.peak_bytes > self.limit.size_bytes:
+                self.limit.exceeded_without_a_plan(highest.peak_bytes)
+
+    def _unhook(self) -> None:
+        """Take the hooks off the optimizers. Not inside of them, for torch goes through all while they run."""
+        for handle in self._on_stepped.values():
+            handle.remove()
+        self._on_stepped = {}
+
+    def _follow(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
-        if not self.ranks.any(is_measured) and all(map(self._paths.running, step.paths)):
+        if not self.ranks.any(bool(phases)) and all(map(self._paths.running, step.paths)):
             return
-        exceeds = is_measured and self.watch.backward_peak_bytes > self.limit.size_bytes
-        self._paths.follow(step, self.watch.phases if is_measured else [], exceeds=exceeds)
+        highest = highest_of(phase for phase in phases if not is_final(phase))
+        exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        if highest is not None and not step.is_first:
+            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
+        self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
             return
-        self._most_bytes = max(self._most_bytes, self.watch.backward_peak_bytes)
+        self._note_most(highest)
         if not any(call.has_another_plan for call in step.numbers):
-            self._exceeded(self._most_bytes)
+            self._exceeded(step)
 
-    def _correct(self, step: Step) -> None:
+    def _correct(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
-        may_grow = not step.is_first and not self.watch.due  # with all that a step finds from those before it
-        is_enough = self.limit.correct(
-            self.modules,
-            [path[0].plan for path in step.paths],
-            max(phase.peak_bytes for phase in step.as_later(self.watch.phases)),
-            may_grow=may_grow,
-        )
+        highest = highest_of(phase for phase in phases if not is_final(phase))
+        if highest is None:
+            return
+        if not step.is_first:  # with all that a step finds from those before it
+            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
+        may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
+        foresight_of = partial(foresight, step, phases)
+        is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
-            self._exceeded(self.watch.backward_peak_bytes)
+            self._note_most(highest)
+            self._exceeded(step)
 
-    def _exceeded(self, peak_bytes: int) -> None:
+    def _note_most(self, highest: MeteredPhase | None) -> None:
+        """Remember the highest peak of steps that no plan has kept inside the limit."""
+        if highest is not None and (self._most is None or highest.peak_bytes > self._most.peak_bytes):
+            self._most = highest
+
+    def _exceeded(self, step: Step) -> None:
         """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
-        assert self.plan is not None
+        assert self._most is not None
+        if self._adds_up(step):  # the steps up to the optimizer's may take more
+            self.watch.renew()
+            return
         self.watch.give_up()
-        self.limit.exceeded(peak_bytes, self.plan.calls)
+        self.limit.exceeded(self._most, step, spread_bytes=self._draws.spread_bytes)
+
+    def _adds_up(self, step: Step) -> bool:
+        """True if gradients go on adding up behind a measured step."""
+        return not self.loop.gradients_linger() and not any(map(is_step, self.watch.phases))
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
         self.watch.drop()
+        self._unhook()
         self.save()
         self.modules.end()
         self._step = None
@@ -259,7 +347,7 @@ class StepPlanner(BudgetSource):
         call = Call(CallKey(plans, signature, prepared.turn), prepared, pending)
         self._step.add(call)
         waiting = pending()
-        if waiting is not None and not self.is_settled:
+        if waiting is not None and (not self.is_settled or self.watch.running):
             waiting.on_backward = partial(self._begin_backward_of, call)
         self.watch.mark(f"{BEHIND} {self._step.numbers[call]}")
 
@@ -317,6 +405,14 @@ class StepPlanner(BudgetSource):
                 plans.ceiling.size_bytes = known[name]["ceiling_bytes"]
             self.limit.recall(saved["corrections"])
         return True
+
+
+_FIRST_SAMPLE, _SAMPLES_APART = 8, 1024
+
+
+def is_sample_step(number: int) -> bool:
+    """True of the steps that are measured in any case: some optimizers, data and models take more as they go on."""
+    return number % _SAMPLES_APART == 0 or (number >= _FIRST_SAMPLE and number.bit_count() == 1)
 
 
 def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:

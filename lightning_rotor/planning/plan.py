@@ -458,6 +458,7 @@ def plan_table(
     *,
     limit_bytes: int | None = None,
     reserved_bytes: int = 0,
+    final_peak_bytes: int = 0,
     measured_peak_bytes: int | None = None,
     plain_peak_bytes: int | None = None,
     extra_rows: Iterable[tuple[str, str]] = (),
@@ -465,11 +466,15 @@ def plan_table(
     """Summarise a plan in a few rows, for ``rich.print``.
 
     ``reserved_bytes``, what the process holds besides activations, are added to the plan's budget and peaks, and are
-    included in the measured and the plain peak. The plain peak is the simulator's unless it is given, and the limit
-    what the plan was to keep.
+    included in the measured and the plain peak. ``final_peak_bytes`` is the peak behind the backward, when optimizers
+    step, which no plan changes. The plain peak is the simulator's unless it is given, and the limit what the plan was
+    to keep.
     """
     if plain_peak_bytes is None:
-        plain_peak_bytes = reserved_bytes + plain_simulation(plan).peak_bytes
+        plain_peak_bytes = max(reserved_bytes + plain_simulation(plan).peak_bytes, final_peak_bytes)
+    peak = format_bytes(max(reserved_bytes + plan.peak_bytes, final_peak_bytes))
+    if final_peak_bytes > reserved_bytes + plan.peak_bytes:
+        peak += f", when the optimizer steps; {format_bytes(reserved_bytes + plan.peak_bytes)} until then"
     limit_bytes = reserved_bytes + plan.budget_bytes if limit_bytes is None else limit_bytes
     budget = format_bytes(limit_bytes)
     if limit_bytes < reserved_bytes + plan.peak_bytes:
@@ -481,7 +486,7 @@ def plan_table(
     table.add_column(overflow="fold")
     table.add_row("Budget", budget)
     table.add_row("Peak without recomputation", format_bytes(plain_peak_bytes))
-    table.add_row("Peak with the plan", format_bytes(reserved_bytes + plan.peak_bytes))
+    table.add_row("Peak with the plan", peak)
     if measured_peak_bytes is not None:
         table.add_row("Peak measured", format_bytes(measured_peak_bytes))
     table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")

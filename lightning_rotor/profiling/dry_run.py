@@ -193,9 +193,9 @@ class AssumedValues(private.TorchDispatchMode):
             return func(*args, **kwargs)
         except (private.DataDependentOutputException, private.DynamicOutputShapeException):
             self.assumed_values += 1
-            return self._answer(func, args, kwargs)
+            return self.answer(func, args, kwargs)
 
-    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result under the assumptions; raises DynamicOutputShapeException if none of them answers."""
         if func is _aten._local_scalar_dense.default:
             dtype = args[0].dtype

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
-from lightning_rotor.private.torch_names import allocation_of, is_profiling
+from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
 from lightning_rotor.units import BLOCK_BYTES
 
 _MARK, _KINETO = "lightning_rotor::", "KINETO_LOG_LEVEL"
@@ -189,7 +189,7 @@ class _CpuRecording(Recording):
 
     def __init__(self, of_step: bool) -> None:
         super().__init__()
-        self._log = profile(use_cpu=True, use_kineto=False, profile_memory=True)
+        self._log = AllocationLog()
         self._of_step = of_step
 
     def start(self) -> None:
