@@ -113,6 +113,11 @@ class TargetSearch:
         """How many calls of these modules a step has; 0 if unknown."""
         return 0 if self._compute is None else sum(self._compute.calls.get(name, 0) for name in names)
 
+    @property
+    def messages(self) -> dict[str, set[frozenset[int]]]:
+        """Ranks of the processes with which submodules exchange messages in a step, one set a group; empty if unknown."""
+        return {} if self._compute is None else dict(self._compute.messages)
+
     def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
         """Other submodules that could be planned, and their shares of the compute, largest first; empty if unknown."""
         if self._compute is None or "" in planned:
@@ -250,7 +255,11 @@ class PlannedModules:
         before, self.is_guess = list(self), False
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         found = self._search.all()
-        names = self._loop.told_by_all([target.name for target in found])[0]
+        heard = self._loop.told_by_all(([target.name for target in found], self._search.messages))
+        names, others = heard[0][0], [messages for _, messages in heard]
+        self._source.ranks.join_connected(
+            [seen for messages in others for name in names for seen in messages.get(name, ())]
+        )
         known = {target.name: target for target in found}
         submodule = self._loop.model.get_submodule
         self._take([known.get(name) or Target(name, submodule(name), "as on rank 0") for name in names])

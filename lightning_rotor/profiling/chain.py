@@ -43,7 +43,7 @@ from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
-from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.meters import Meter, meter_for, require_free
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
     StageSeconds,
@@ -53,6 +53,7 @@ from lightning_rotor.profiling.options import (
     with_inverse,
     with_variants,
 )
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
@@ -169,7 +170,7 @@ def profile_chain(
     meter: Meter | None = None,
     progress: Progress | None = None,
     compiled: CompiledModules | None = None,
-    in_lockstep: bool = False,
+    ranks: Ranks = ALONE,
     accumulating: bool = True,
 ) -> Profile:
     """Measure bytes and seconds of every stage.
@@ -182,7 +183,7 @@ def profile_chain(
         meter: By default the one of the sample's device.
         progress: Called with the number of stages done and their total.
         compiled: Variants of stages that the user compiled; given again, it knows those of earlier calls.
-        in_lockstep: All processes of a distributed training measure the same stages now and wait for each other.
+        ranks: Other processes that measure the same stages now, and wait for each other if those exchange messages.
         accumulating: Also measure backwards that add to gradients which are there. Else the peaks of those that make
             them anew stand for both, which are as high or higher.
     Returns:
@@ -191,6 +192,7 @@ def profile_chain(
         ModelError: A stage returns no tensor, or calls torch's reentrant checkpoint.
         SampleError: The sample holds no tensor.
         ProfilingError: The device cannot be measured.
+        ProfilerBusyError: It cannot now, here or on a process that measures together with this one.
     Warns:
         RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls
             torch's checkpoint by itself.
@@ -200,7 +202,8 @@ def profile_chain(
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
     with undisturbed(device), without_hooks_of_several(parameters):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
-        how = {"repeats": repeats, "in_lockstep": in_lockstep, "accumulating": accumulating}
+        require_free(meter, ranks)
+        how = {"repeats": repeats, "ranks": ranks, "accumulating": accumulating}
         measuring = _Measuring(stages, sample, meter, compiled, **how)
         measuring.measure(progress)
         profile = measuring.profile()
@@ -257,12 +260,12 @@ class _Measuring:
     def __init__(
         self, stages: Sequence[Stage], sample: Any, meter: Meter, compiled: CompiledModules, **how: Any
     ) -> None:
-        self._meter, self._compiled, self._how = meter, compiled, how
+        self._meter, self._compiled, self._how, self._ranks = meter, compiled, how, how["ranks"]
         self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
         self._inputs = {number: Boundary.of(value) for number, value in values}
-        self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
+        self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes, ranks=self._ranks)
         self._interlude = interlude(self._device)
         self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
@@ -295,12 +298,12 @@ class _Measuring:
     def _settle(self, number: int, boundary: Boundary | None = None) -> bool:
         """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
         stage, layouts = self._chain[number], self._given(number)
-        return layouts == stage.layouts or self._find(stage, layouts, boundary)
+        return not self._ranks.any(layouts != stage.layouts) or self._find(stage, layouts, boundary)
 
     def _find(self, stage: _MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
         """Measure a stage, those that look the same once; False if it has to, and there is no boundary."""
         key = stage.key(layouts)
-        if key not in self._known:
+        if self._ranks.any(key not in self._known):
             if boundary is None:
                 return False
             self._known[key] = self._measured(stage, replace(stage.profiler, boundary=boundary, layouts=layouts))

@@ -26,6 +26,7 @@ from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.messages import copied_as_they_are
 from lightning_rotor.private.values import same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.generators import GeneratorStates
@@ -44,7 +45,7 @@ def fake_copy(value: Any, mode: private.FakeTensorMode, replacements: Mapping[in
     memo = dict(replacements)
     for module in _modules_in(value):
         memo.update((id(held), held) for held in module.__dict__.values() if isinstance(held, (Dataset, DataLoader)))
-    with private.FakeCopyMode(mode):
+    with private.FakeCopyMode(mode), copied_as_they_are():
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
         for kind in private.HOOKS:

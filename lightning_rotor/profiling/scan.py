@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.sharding import gathered, units_in
-from lightning_rotor.private.torch_names import noticed_checkpoints, version_of
+from lightning_rotor.private.torch_names import is_compiled, noticed_checkpoints, version_of
 from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
@@ -40,6 +41,7 @@ from lightning_rotor.private.values import (
     tree_unflatten,
     watch_containers,
 )
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
 from lightning_rotor.units import in_blocks
@@ -186,7 +188,14 @@ def _skips(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[
     return found
 
 
-def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device, *, block_bytes: int = 1) -> Scan:
+def scan(
+    stages: Sequence[Stage],
+    inputs: dict[int, Boundary],
+    device: torch.device,
+    *,
+    block_bytes: int = 1,
+    ranks: Ranks = ALONE,
+) -> Scan:
     """Run every stage, look at what it does and follow the storages, counted in blocks; ModelError if it has none."""
     wiring = wiring_of(stages)
     values = dict(inputs)
@@ -201,7 +210,9 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
             if storage is not None:
                 storage.uses.add(index)
         is_first = not inputs.keys().isdisjoint(stage.reads)
-        outputs, made, changed, behaviour = _look(stage, index, boundary, taken, device, block_bytes, is_first=is_first)
+        outputs, made, changed, behaviour = _look(
+            stage, index, boundary, taken, device, block_bytes, is_first=is_first, ranks=ranks
+        )
         behaviours.append(behaviour)
         values.update(zip(stage.writes, outputs, strict=True))
         storages.update(zip(stage.writes, made, strict=True))
@@ -234,6 +245,7 @@ def _look(
     block_bytes: int,
     *,
     is_first: bool,
+    ranks: Ranks,
 ) -> tuple[tuple[Boundary, ...], list[tuple[Storage | None, ...]], list[Storage], Behaviour]:
     """What a stage makes, the storages of that, those that it changes in place, and what it does."""
     states = GeneratorStates(device)
@@ -247,7 +259,9 @@ def _look(
         value = boundary.fresh()
         leaves, containers_changed = tree_leaves(value), watch_containers(value)
         versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-        output = run_stage(stage, value)
+        # Compiled code changes nothing in place by a message, and would not be compiled when it is watched.
+        with nullcontext() if any(map(is_compiled, stage.called_modules())) else ranks.watching():
+            output = run_stage(stage, value)
         drew = not states.equals(GeneratorStates(device))
         if not tensors_in(output):
             raise ModelError(
