@@ -46,6 +46,13 @@ class Agreement(Ranks):
         self._beyond, self._group = beyond, None
         self._members: frozenset[int] = frozenset()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Agreement._anew, (self._beyond,)  # a copy of a module measures for itself, and a group is no data
+
+    @classmethod
+    def _anew(cls, beyond: bool) -> Agreement:
+        return cls(beyond=beyond)
+
     @property
     def together(self) -> bool:
         """True once a message was seen."""

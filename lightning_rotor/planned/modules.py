@@ -197,7 +197,8 @@ class PlannedModule:
             "module": self.target.name,
             "model": model_fingerprint(self.target.module),
             "ceiling_bytes": self.plans.ceiling.size_bytes,
-            "records": self.plans.records(),
+            # Those of one process would let it go on where the others measure, and wait for it.
+            "records": [] if self.plans.together else self.plans.records(),
         }
 
 

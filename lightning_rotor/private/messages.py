@@ -8,17 +8,24 @@ SyncBatchNorm, and what an autograd function does in its backward. On tensors wi
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from lightning_rotor.private.torch_names import OpOverload, TorchDispatchMode, schema_of, written_by_message
+from lightning_rotor.private.torch_names import (
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+    packet_of,
+    schema_of,
+    written_by_message,
+)
 from lightning_rotor.private.values import tensors_in
 
 _c10d: Any = dist.distributed_c10d
@@ -81,6 +88,43 @@ def _has_insides(kind: type) -> bool:
     """True for a class of tensors that has a handler of its own for operators."""
     handler = getattr(kind, "__torch_dispatch__", None)
     return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+
+
+# -------------------------------------------------------------------- results that arrive later
+
+
+def is_functional(function: Any) -> bool:
+    """True for a functional collective, which returns before its result is there, and for what hands that on."""
+    return isinstance(function, (OpOverload, OpOverloadPacket)) and "c10d_functional" in str(function)
+
+
+@cache
+def arrived(function: Any) -> Callable[..., Any]:
+    """A functional collective that waits for its result, which is then a tensor like any other."""
+    name = (packet_of(function) if isinstance(function, OpOverload) else function).__name__
+    if name.startswith("_wrap_tensor"):  # into one that waits when it is used
+        return lambda tensor: tensor
+
+    def awaited(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for tensor in tensors_in(result):
+            torch.ops._c10d_functional.wait_tensor(tensor.detach())
+        return result
+
+    awaited.__name__ = name
+    return awaited
+
+
+NOT_ARRIVED = (
+    "it returns the result of a functional collective, which may not have arrived yet: expected it to wait, with "
+    "result.wait()"
+)
+"""Why such a tensor can be no value between operations or stages."""
+
+
+def is_on_its_way(tensor: torch.Tensor) -> bool:
+    """True for what functional collectives hand out: a tensor that waits for a message when it is used."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"
 
 
 # -------------------------------------------------------------------- groups

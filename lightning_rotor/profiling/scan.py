@@ -24,6 +24,7 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.private.messages import NOT_ARRIVED, is_on_its_way
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import is_compiled, noticed_checkpoints, version_of
 from lightning_rotor.private.values import (
@@ -290,9 +291,11 @@ def _look(
     scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
     changes_input = any(storage.born < 0 for storage in changed)  # the chain's
     repeatable = repeatable and not (written or scripted or changes_input)
-    if repeatable and not _is_stock(stage):
+    if ranks.any(not repeatable):
+        repeatable = False
+    elif not _is_stock(stage):
         states.restore()
-        repeatable = _same(outputs, outputs_of(stage, boundary))
+        repeatable = not ranks.any(not _same(outputs, outputs_of(stage, boundary)))
     draws_random = drew or _may_draw(stage)
     behaviour = Behaviour(draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written))
     return outputs, made, changed, behaviour
@@ -311,6 +314,8 @@ def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:
 
 
 def _boundaries(stage: Stage, output: Any) -> tuple[Boundary, ...]:
+    if any(map(is_on_its_way, tensors_in(output))):
+        raise ModelError(f"stage {stage.name!r} cannot be planned: {NOT_ARRIVED}")
     layout = other_layout(tensors_in(output))
     if layout:
         raise ModelError(
