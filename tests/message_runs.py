@@ -5,31 +5,38 @@ Nothing in their forwards says so: a helper, an autograd function, or a library 
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as L
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.autograd.profiler import profile
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_rotor import Checkpointable, RotorCallback, Schedule, simulate
+from lightning_rotor.errors import MessageError, ProfilerBusyError, ProfilingError
 from lightning_rotor.planned.loop import measure_compute
 from lightning_rotor.planning import minimum_budget
+from lightning_rotor.private import messages
 
-WIDTH, BATCH, STEPS = 16, 48, 5
-HALF = WIDTH // 2
+WIDTH, BATCH, STEPS = 16, 48, 4
 TIMEOUT = timedelta(seconds=60)
 GROUPS: dict[str, Any] = {}
 
@@ -382,13 +389,14 @@ class Kind:
     layer: type[nn.Module]
     ragged: bool = False
     together: bool = True
+    ways: tuple[str, ...] = ("lightning", "by_hand")
 
 
 KINDS = {
     "helper": Kind(Normalized, ragged=True),
-    "function": Kind(NormalizedByFunction, ragged=True),
+    "function": Kind(NormalizedByFunction, ragged=True, ways=("lightning", "by_hand", "ddp")),
     "megatron": Kind(Megatron),
-    "backward": Kind(BackwardAlone),
+    "backward": Kind(BackwardAlone, ways=("lightning", "by_hand", "ddp")),
     "ulysses": Kind(Ulysses),
     "handles": Kind(Handles, ragged=True),
     "experts": Kind(Experts, ragged=True),
@@ -450,22 +458,23 @@ class Schedules(L.Callback):
         self.seen.append("" if self.rotor.plan is None else str(self.rotor.plan.schedule))
 
 
+def fitted(kind: Kind, folder: Path, callbacks: list[L.Callback]) -> dict[str, torch.Tensor]:
+    """Weights after a training under DDP."""
+    L.seed_everything(3, verbose=False)
+    model = Model(kind)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=TIMEOUT), max_epochs=1, callbacks=callbacks, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Batches(ragged=kind.ragged), batch_size=None))
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
 def under_lightning(kind: Kind, folder: Path) -> dict[str, Any]:
     """DDP with the callback, without a name, so that a dry run chooses the module; and without the callback."""
-
-    def fit(callbacks: list[L.Callback]) -> dict[str, torch.Tensor]:
-        L.seed_everything(3, verbose=False)
-        model = Model(kind)
-        trainer = L.Trainer(
-            accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=TIMEOUT), max_epochs=1, callbacks=callbacks, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
-        )  # fmt: skip
-        trainer.fit(model, DataLoader(Batches(ragged=kind.ragged), batch_size=None))
-        return {name: value.clone() for name, value in model.state_dict().items()}
-
     rotor = RotorCallback(1024, on_infeasible="warn", show_table=False)
     schedules = Schedules(rotor)
-    plain, planned = fit([]), fit([rotor, schedules])
+    plain, planned = fitted(kind, folder, []), fitted(kind, folder, [rotor, schedules])
     return {"plain": plain, "planned": planned, "schedules": schedules.seen, "together": schedules.together}
 
 
@@ -484,22 +493,152 @@ def by_hand(kind: Kind, *, in_ddp: bool) -> dict[str, Any]:
 
     plain, _ = train(body(kind))
     sent = dist.group.WORLD._get_sequence_number_for_group()
-    dry_run = measure_compute(body(kind), next(iter(Batches(ragged=kind.ragged))), lambda net, batch: net(batch).sum())
+    dry = {}
+    with suppress(ProfilingError):  # pickled objects are values
+        found = measure_compute(body(kind), next(iter(Batches(ragged=kind.ragged))), lambda net, batch: net(batch))
+        dry = {name: [sorted(members) for members in seen] for name, seen in found.messages.items()}
     assert dist.group.WORLD._get_sequence_number_for_group() == sent
     sizes = Checkpointable(body(kind), torch.randn(BATCH, WIDTH)).chain
     least = minimum_budget(sizes).peak_bytes
     most = simulate(sizes, Schedule.keep_all(len(sizes))).peak_bytes
-    limit = (least + most) // 2 if dist.get_rank() else 2 * most
+    limit = (2 * least + most) // 3 if dist.get_rank() else 2 * most
     net = Checkpointable(body(kind), mem_limit=limit)
     planned, schedules = train(net)
     together = net._planned.plans.together
-    assert not pickle.loads(pickle.dumps(net))._planned.plans.together  # a copy measures for itself
-    dry = {name: [sorted(members) for members in seen] for name, seen in dry_run.messages.items()}
+    assert not pickle.loads(pickle.dumps(net._limit)).ranks.together  # a copy measures for itself
     return {"plain": plain, "planned": planned, "schedules": schedules, "together": together, "dry": dry}
+
+
+# ---------------------------------------------------------------- where processes are not alike
+
+
+class Masked(nn.Module):
+    """Takes a mask or none, which are two recordings, and exchanges messages from the third step on if so told."""
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.sends = not late
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None:
+            x = x * mask
+        hidden = nn.functional.gelu(self.first(x))
+        if self.sends:
+            hidden = hidden - Sum.apply(hidden.mean(0)) / 2
+        return self.second(hidden.tanh())
+
+
+def trained(net: nn.Module, calls: Callable[[int], tuple[Any, ...]], steps: int = 6) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(*calls(step)).square().mean().backward()
+        optimizer.step()
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def masked_or_not(step: int, *, by_turns: bool = False) -> tuple[Any, ...]:
+    """Of sizes that differ; with and without a mask, on both or by turns."""
+    rank = dist.get_rank()
+    size = BATCH - 8 * (step * (1 + rank) % 3)  # what is known on one process is new on the other
+    x = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(step))
+    return (x, torch.ones(size, 1)) if (step + by_turns * rank) % 2 else (x,)
+
+
+def other_inputs() -> dict[str, Any]:
+    net = Checkpointable(Masked(), mem_limit=48_000)
+    found = {"plain": trained(Masked(), masked_or_not), "planned": trained(net, masked_or_not)}
+    with pytest.raises(MessageError, match="not the same for this call"):
+        trained(Checkpointable(Masked(), mem_limit=48_000), partial(masked_or_not, by_turns=True))
+    return {**found, "plan": str(net.plan.schedule)}
+
+
+def first_message_late() -> dict[str, Any]:
+    """Without messages, the processes have plans of their own."""
+
+    def train(net: nn.Module) -> dict[str, torch.Tensor]:
+        first = trained(net, masked_or_not, steps=3)
+        net.sends = True
+        return {**first, **trained(net, masked_or_not)}
+
+    net = Checkpointable(Masked(late=True), mem_limit=48_000 if dist.get_rank() else 10**8)
+    return {"plain": train(Masked(late=True)), "planned": train(net), "plan": str(net.plan.schedule)}
+
+
+def two_groups() -> dict[str, Any]:
+    """Two modules, each with messages in a group of its own."""
+
+    def train(wrap: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor]:
+        net = nn.Sequential(wrap(body(KINDS["group"])), wrap(body(KINDS["function"])), wrap(body(KINDS["silent"])))
+        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+        return trained(net, lambda _: (batch,), steps=3)
+
+    return {"plain": train(lambda net: net), "planned": train(lambda net: Checkpointable(net, mem_limit=70_000))}
+
+
+def profiler_on_one(kind: str) -> dict[str, Any]:
+    """torch's profiler records on the first process. Neither measures then; both do later."""
+    net = Checkpointable(body(KINDS[kind]), mem_limit=70_000)
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    with profile(use_cpu=True, use_kineto=False) if dist.get_rank() == 0 else nullcontext():
+        try:
+            net(batch)
+        except ProfilerBusyError as error:
+            refusal = str(error)
+    return {
+        "plain": trained(body(KINDS[kind]), lambda _: (batch,)), "planned": trained(net, lambda _: (batch,)), "refusal": refusal,
+    }  # fmt: skip
+
+
+def chosen_schedules() -> dict[str, Any]:
+    """``use`` of one schedule everywhere, then on one process alone."""
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    net = Checkpointable(body(KINDS["function"]), batch, mem_limit=10**8)
+    planned = trained(net, lambda _: (batch,), steps=1)
+    most = Schedule.parse(f"(0-{len(net.chain) - 2}) {len(net.chain) - 1}")
+    net.use(most)
+    trained(net, lambda _: (batch,), steps=2)
+    ran = str(net.plan.schedule)
+    if dist.get_rank():
+        net.use(Schedule.keep_all(len(net.chain)))
+    with pytest.raises(MessageError, match=r"use\(\) of the same schedule"):
+        net(batch)
+    return {"ran": ran, "chosen": str(most), "plain": planned, "planned": planned}
+
+
+def callback_again(folder: Path) -> dict[str, Any]:
+    """The same callback in a second training, which knows what the first has measured."""
+    rotor = RotorCallback(1024, "body", on_infeasible="warn", show_table=False)
+    kind = Kind(BackwardAlone, ragged=False)
+    first, second = (fitted(kind, folder, [rotor]) for _ in range(2))
+    return {"plain": fitted(kind, folder, []), "planned": first, "again": second}
+
+
+def silence() -> dict[str, Any]:
+    """One process calls a module, the other does not: it waits for as long as processes wait for each other."""
+    refusal, batch = "", torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "_patience_of", lambda _: timedelta(seconds=1))
+        patch.setattr(messages, "_known", WeakKeyDictionary())
+        net = Checkpointable(body(KINDS["function"]), mem_limit=70_000)
+        planned = trained(net, lambda _: (batch,), steps=1)
+    if dist.get_rank() == 0:
+        with pytest.raises(MessageError, match="not all of them answer") as caught:
+            net(batch)
+        refusal = str(caught.value)
+    return {
+        "plain": trained(body(KINDS["function"]), lambda _: (batch,), steps=1),
+        "planned": planned,
+        "refusal": refusal,
+    }
 
 
 def main(folder: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # or the library, which collects garbage, looks through all that is imported
     dist.init_process_group("gloo", timeout=TIMEOUT)
     GROUPS["both"] = dist.new_group([0, 1])
     GROUPS["mine"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
@@ -508,12 +647,19 @@ def main(folder: Path, names: list[str]) -> None:
         "by_hand": lambda kind: by_hand(kind, in_ddp=False),
         "ddp": lambda kind: by_hand(kind, in_ddp=True),
     }
-    found = {}
-    for name in names or KINDS:
-        for way, run in ways.items():
-            began = time.perf_counter()
-            found[f"{name} {way}"] = run(KINDS[name])
-            print(f"{dist.get_rank()} {name} {way} {time.perf_counter() - began:.1f} s", flush=True)
+    found = {
+        f"{name} {way}": ways[way](kind)
+        for name, kind in KINDS.items()
+        if not names or name in names
+        for way in kind.ways
+    }
+    special: dict[str, Callable[[], dict[str, Any]]] = {
+        "other_inputs": other_inputs, "first_message_late": first_message_late, "two_groups": two_groups,
+        "profiler_on_one function": partial(profiler_on_one, "function"),
+        "profiler_on_one backward": partial(profiler_on_one, "backward"),
+        "chosen_schedules": chosen_schedules, "callback_again": partial(callback_again, folder), "silence": silence,
+    }  # fmt: skip
+    found |= {name: run() for name, run in special.items() if not names or name in names}
     torch.save(found, folder / f"messages{dist.get_rank()}.pt")
     dist.barrier()
 

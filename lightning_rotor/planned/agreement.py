@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
 Told = TypeVar("Told")
+_FEW = 5  # names in a message
 
 
 class Agreement(Ranks):
@@ -45,6 +46,7 @@ class Agreement(Ranks):
     def __init__(self, *, beyond: bool = False) -> None:
         self._beyond, self._group = beyond, None
         self._members: frozenset[int] = frozenset()
+        self._names: Sequence[str] = ()  # of the stages that are measured now
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Agreement._anew, (self._beyond,)  # a copy of a module measures for itself, and a group is no data
@@ -85,6 +87,27 @@ class Agreement(Ranks):
             with self._answered(members):
                 self._group = group_beside(members)
             self._members = members
+            self._compare()
+
+    @contextmanager
+    def alike(self, names: Sequence[str]) -> Iterator[None]:
+        """Context in which all have stages of these names, or ``MessageError``."""
+        self._names = names
+        try:
+            self._compare()
+            yield
+        finally:
+            self._names = ()
+
+    def _compare(self) -> None:
+        if not self.together or self._same(" ".join(self._names)):
+            return
+        few = ", ".join([*self._names[:_FEW], *["…"] * (len(self._names) > _FEW)])
+        raise MessageError(
+            f"processes {sorted(self._members)} exchange messages in a module that is not the same for this call on all "
+            f"of them: here it becomes {len(self._names)} stages ({few}). Expected arguments of the same kinds on each, "
+            "as a recomputation on one would send what the others do not expect; sizes may differ"
+        )
 
     def join_all(self) -> None:
         """Agree with all processes."""
@@ -102,11 +125,14 @@ class Agreement(Ranks):
         return bool(self._largest(int(is_so))[0]) if self.together else is_so
 
     def all_run(self, schedule: Schedule | None) -> bool:
-        """True if all processes have the same schedule: a number that names it goes round, and its negative."""
+        """True if all processes have the same schedule."""
         if not self.together:
             return schedule is not None
-        number = 0 if schedule is None else int.from_bytes(hashlib.sha256(str(schedule).encode()).digest()[:7], "big")
-        return number > 0 and self._largest(number, -number) == [number, -number]
+        return self._same("" if schedule is None else str(schedule)) and schedule is not None
+
+    def common(self, numbers: Set[int]) -> Set[int]:
+        """Those of these numbers that all processes have."""
+        return frozenset(numbers).intersection(*self._told(frozenset(numbers))) if self.together else numbers
 
     def settle(self, outcome: Plan | BudgetError) -> Plan:
         """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
@@ -137,6 +163,11 @@ class Agreement(Ranks):
                 "them, since the planned module communicates"
             )
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
+
+    def _same(self, text: str) -> bool:
+        """True if all say the same: a number that names it goes round, and its negative."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return self._largest(number, -number) == [number, -number]
 
     def _largest(self, *numbers: int) -> list[int]:
         """The largest of any process in each place."""

@@ -21,6 +21,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -48,6 +49,7 @@ from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
     StageSeconds,
     interlude,
+    look_for_messages,
     measure,
     segment_seconds,
     with_inverse,
@@ -192,6 +194,7 @@ def profile_chain(
         ModelError: A stage returns no tensor, or calls torch's reentrant checkpoint.
         SampleError: The sample holds no tensor.
         ProfilingError: The device cannot be measured.
+        MessageError: Those exchange messages, and their stages are not the same.
         ProfilerBusyError: It cannot now, here or on a process that measures together with this one.
     Warns:
         RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls
@@ -202,10 +205,14 @@ def profile_chain(
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
     with undisturbed(device), without_hooks_of_several(parameters):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
-        require_free(meter, ranks)
         how = {"repeats": repeats, "ranks": ranks, "accumulating": accumulating}
-        measuring = _Measuring(stages, sample, meter, compiled, **how)
-        measuring.measure(progress)
+        with ranks.alike([stage.name for stage in stages]):
+            measuring = _Measuring(stages, sample, meter, compiled, **how)
+        with ranks.alike([stage.name for stage in measuring.stages]):
+            if ranks.watches:
+                measuring.look_for_messages()
+            require_free(meter, ranks)
+            measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
         for message in (*costs, *_complaints_about_structure(len(stages), measuring.stages)):
@@ -254,6 +261,18 @@ class _MeasuredStage:
         )
 
 
+@contextmanager
+def _alone(profiler: StageProfiler) -> Iterator[StageProfiler]:
+    """Context in which a stage can run as often as one likes, and leaves everything as it was."""
+    with (
+        gathered(units_in(profiler.stage.modules)),
+        kept_attributes(profiler.stage, keep_parameters=False) as before,
+        lent_buffers(profiler.stage),
+        kept_parameters(profiler.stage, profiler.state.written),
+    ):
+        yield replace(profiler, before=before)
+
+
 class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
@@ -276,6 +295,20 @@ class _Measuring:
         self._known: dict[Any, StageMeasurement] = {}
         self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
         self._chain: list[_MeasuredStage] = []
+
+    def look_for_messages(self) -> None:
+        """Run all stages with their backwards, those that look the same once: the scan has seen forwards alone.
+
+        That comes before anything that may end measuring on one process, as a profiler does that is taken there.
+        """
+        seen = set[Any]()
+        for number, boundary in walk(self.stages, self._inputs):
+            stage = self._unmeasured(number, boundary)
+            key = stage.key(())
+            if self._ranks.any(key not in seen):
+                with _alone(replace(stage.profiler, boundary=boundary)) as profiler:
+                    look_for_messages(profiler)
+            seen.add(key)
 
     def measure(self, progress: Progress | None) -> None:
         """Measure all stages, and those again whose gradients other stages leave otherwise than supposed."""
@@ -312,16 +345,11 @@ class _Measuring:
 
     def _measured(self, stage: _MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
         """Costs of a stage under all its options."""
-        units = units_in(profiler.stage.modules)
-        with (
-            gathered(units),
-            kept_attributes(profiler.stage, keep_parameters=False) as before,
-            lent_buffers(profiler.stage),
-            kept_parameters(profiler.stage, profiler.state.written),
-        ):
-            profiler = replace(profiler, before=before)
+        with _alone(profiler) as profiler:
             found = measure(profiler)
-            if units:  # a variant would be compiled together with what gathers the parameters
+            if units := units_in(
+                profiler.stage.modules
+            ):  # a variant would be compiled together with what gathers the parameters
                 return replace(found, cost=_with_units(found.cost, units))
             if profiler.is_compiled:
                 kin = _identity(profiler.stage, self._compiled, with_numbers=False), profiler.boundary.signature

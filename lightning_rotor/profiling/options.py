@@ -26,7 +26,7 @@ from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for, require_free
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
     StageBackward,
@@ -68,8 +68,6 @@ class StageSeconds:
 
 def measure(profiler: StageProfiler) -> StageMeasurement:
     """Bytes and seconds of a stage."""
-    if profiler.ranks.watches:
-        _look_for_messages(profiler)
     # First runs may differ, and a compiler may compile the backward only when it is first asked for.
     if profiler.meter.needs_warm_up or profiler.is_compiled:
         profiler.recorded_run(hold_input=False, hold_output=False)
@@ -78,11 +76,10 @@ def measure(profiler: StageProfiler) -> StageMeasurement:
     return replace(found, cost=seconds.of(found.cost))
 
 
-def _look_for_messages(profiler: StageProfiler) -> None:
+def look_for_messages(profiler: StageProfiler) -> None:
     """Run a stage once, with its backward, before the clock decides how often it runs."""
-    with lent_buffers(profiler.stage), profiler.ranks.watching(marks=False):
+    with profiler.ranks.watching(marks=False):
         _timed_run(profiler)
-    require_free(profiler.meter, profiler.ranks)
 
 
 def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:

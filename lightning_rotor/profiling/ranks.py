@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 
 
@@ -16,6 +17,17 @@ class Ranks:
     def any(self, is_so: bool) -> bool:
         """True if it is so in this process or in one that runs together with it."""
         return is_so
+
+    def common(self, numbers: Set[int]) -> Set[int]:
+        """Those of these numbers that all have which run together."""
+        return numbers
+
+    def alike(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Context of code that asks each other about stages with these names in turn: all must have the same.
+
+        They are compared when they are together: at once, or in the middle.
+        """
+        return nullcontext()
 
     def watching(self, *, marks: bool = True) -> AbstractContextManager[None]:
         """Context of code that all run in the same way so far. Those that exchange a message in it are together then.

@@ -232,7 +232,7 @@ def scan(
         for storage in storages[number]:
             if storage is not None:
                 storage.in_output = True
-    starts = sorted(cuts | {0, len(stages)})
+    starts = sorted({*ranks.common(cuts), 0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
     return Scan(storages, tuple(behaviours), groups, _skips(storages, groups))
 
