@@ -15,6 +15,7 @@ from lightning_rotor.capture.compiled import Variants, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget, resolve_limit
+from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.forward import PlannedForward, attach, detach
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
@@ -300,7 +301,7 @@ class _ActivationLimit(BudgetSource):
     accumulates = False  # all gradients are new in it
 
     def __init__(self, limit: MemoryLimit | None) -> None:
-        self.limit = limit
+        self.limit, self.ranks = limit, Agreement()
 
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """All of the limit is for the chain."""

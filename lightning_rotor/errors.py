@@ -90,6 +90,10 @@ class ExecutionError(RotorError, RuntimeError):
     """A schedule cannot be run: a stage changes its input in place, or a graph is used a second time."""
 
 
+class MessageError(RotorError, RuntimeError):
+    """Processes that exchange messages in a planned module do not run the same, so they cannot agree on a plan."""
+
+
 class InverseError(RotorError, RuntimeError):
     """A module's inverse is missing or does not undo its forward, or the module cannot go without its input otherwise.
 

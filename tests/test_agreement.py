@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from torch import nn
 
 from lightning_rotor import BudgetError
-from lightning_rotor.planned.loop import Agreement, communicates
+from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planning import minimum_budget
-from tests.rank_runs import MeanOfAll
 from tests.strategies import random_chain
 
 CHAIN = random_chain(random.Random(3), 5, "cnn")
@@ -24,15 +22,5 @@ def test_a_process_by_itself_runs_its_own_plan_or_says_that_it_has_none() -> Non
     assert plans.settle(LEAST) is LEAST
     assert not plans.together  # nobody starts afresh for another
     assert not plans.any(False)
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), False),
-        (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), True),
-        (nn.Sequential(nn.Linear(2, 2), MeanOfAll(2)), True),
-    ],
-)
-def test_modules_that_communicate_are_recognized(module: nn.Module, expected: bool) -> None:
-    assert communicates(module) is expected
+    with plans.watching():
+        assert not plans.watches

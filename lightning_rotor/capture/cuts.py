@@ -93,22 +93,27 @@ class GraphCut:
 
 
 def cut_graph(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, known: Sequence[GraphCut] = ()
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    known: Sequence[GraphCut] = (),
+    afresh: bool = False,
 ) -> GraphCut:
     """Record one call of a module and cut it between any two operations that save something.
 
     The forward runs for real, on copies of the call's tensors and buffers, and again for each submodule that has to
     become one operation. A module whose inverse does not undo its forward is cut inside like any other. Saved tensors
     are dropped, so it takes no more memory than a forward without gradients. Returns the earlier cut of ``known`` if
-    the same was recorded again: it then holds for this call as well. Raises ``ModelError`` if the module's own forward
-    cannot be recorded.
+    the same was recorded again: it then holds for this call as well. With ``afresh``, the forward runs as often as if
+    there were none. Raises ``ModelError`` if the module's own forward cannot be recorded.
     """
     tensors, numbers = tensor_attributes(module), known[-1].changing_numbers() if known else ()
     call = Call.of(module, args, kwargs or {}, (*tensors, *numbers))
     names = call.names
     like = [cut for cut in reversed(known) if cut.guards.are_like(call)][:1]
     try:
-        recording, opaque = _Attempts(module, call, like).record()
+        recording, opaque = _Attempts(module, call, [] if afresh else like).record()
         is_known = not numbers or opaque.keys() <= known[-1].opaque.keys()
     except ModelError:
         if not numbers:
@@ -116,7 +121,7 @@ def cut_graph(
         is_known = False
     if not is_known:  # it does more with the numbers than a graph can hold
         known[-1].fixed.update(numbers)
-        return cut_graph(module, args, kwargs, known=known)
+        return cut_graph(module, args, kwargs, known=known, afresh=afresh)
     watch, anew = _watch(recording, call.attributes), _why_anew(like, recording)
     for cut in reversed(known):
         if cut.renewed_by(recording, call, watch):
@@ -349,6 +354,7 @@ def sequentialize(
     kwargs: Mapping[str, Any] | None = None,
     *,
     known: Sequence[SequentialCut | GraphCut] = (),
+    afresh: bool = False,
 ) -> SequentialCut | GraphCut:
     """Turn a module into a chain of stages. The module stays as it is.
 
@@ -357,6 +363,7 @@ def sequentialize(
         args: Positional arguments of a call as in training. An ``nn.Sequential`` takes one, which may be a tuple.
         kwargs: Keyword arguments of that call.
         known: Earlier cuts of the module; one is returned if it holds for this call.
+        afresh: Run the module as often as if there were none, as processes without them do that wait for it.
     Returns:
         The stages, what they take as input for a given call, and in ``way`` how they were found.
     Raises:
@@ -383,7 +390,8 @@ def sequentialize(
             reasons["sequential"] = str(error)
     with noticed_checkpoints() as noticed:
         try:
-            cut = cut_graph(module, args, kwargs, known=[each for each in known if isinstance(each, GraphCut)])
+            graphs = [each for each in known if isinstance(each, GraphCut)]
+            cut = cut_graph(module, args, kwargs, known=graphs, afresh=afresh)
             if len(cut.stages) > max(1, 0 if row is None else len(row.stages)):
                 cut.reasons = reasons
                 return cut

@@ -61,6 +61,7 @@ from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
 from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.messages import NOT_ARRIVED, arrived, is_functional, is_on_its_way
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
@@ -223,7 +224,8 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and record it."""
-        function, kwargs = func, kwargs or {}
+        function: Any = arrived(func) if is_functional(func) else func
+        kwargs = kwargs or {}
         with self.surroundings.paused():
             name = name_of_function(function)
             if self.check.inside:
@@ -287,6 +289,8 @@ class Recorder(TorchFunctionMode):
                     return result  # torch.set_grad_enabled and the like
                 self._follow_ambient()
                 encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
+            if any(map(is_on_its_way, tensors_in(result))):
+                raise UntraceableError(NOT_ARRIVED)
             node = self._writer.node(kind, target, *encoded)
             if own_code or self.check.random:
                 self._states = GeneratorStates()

@@ -38,7 +38,7 @@ from lightning_rotor.pipeline.placement import (
 from lightning_rotor.pipeline.runner import Cut, Part, PipelineRunner
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
-from lightning_rotor.planned.loop import told_by_all
+from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import call_with, tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain

@@ -25,7 +25,7 @@ from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
-from lightning_rotor.planned.loop import communicates
+from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.private.values import tensors_in, tree_map_only
@@ -170,13 +170,16 @@ def measured_costs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             "at least 2, in all of them"
         )
 
+    ranks = Agreement()
+
     def measured(number: int) -> Chain:
         def first(tensor: torch.Tensor) -> torch.Tensor:
             return tensor[:number].detach().clone().requires_grad_(tensor.requires_grad)
 
         call = tree_map_only(torch.Tensor, first, (args, kwargs))
-        cut = sequentialize(model, *call)
-        return profile_chain(cut.stages, cut.bind(*call), in_lockstep=communicates(model)).chain
+        with ranks.watching():
+            cut = sequentialize(model, *call)
+        return profile_chain(cut.stages, cut.bind(*call), ranks=ranks).chain
 
     return AffineCosts((size // 2, size), (measured(size // 2), measured(size)))
 

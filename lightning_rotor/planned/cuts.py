@@ -20,6 +20,7 @@ from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.dry_run import require_same, undrawn
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.stages.generators import leaving_alone
 from lightning_rotor.stages.sequential import is_plain_stock
 
@@ -63,11 +64,14 @@ class Signature:
 class KnownCuts:
     """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it.
 
-    ``facts`` are what the module was at the last call.
+    ``facts`` are what the module was at the last call. Where ``ranks`` are together, cutting runs the module equally
+    often on all, whatever cuts they know.
     """
 
-    def __init__(self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None) -> None:
-        self._module = module
+    def __init__(
+        self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None, ranks: Ranks = ALONE
+    ) -> None:
+        self._module, self._ranks = module, ranks
         self._on_cut = on_cut
         self._most = most
         self._cuts: list[SequentialCut | GraphCut] = []
@@ -141,7 +145,9 @@ class KnownCuts:
         require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
         self._require_initialized()
         self._on_cut()
-        with unrecorded(self._module), leaving_alone(undrawn(self._module, args, kwargs)):
+        # Where messages were seen before, processes with other threads must not run it once more than the rest.
+        others = frozenset[str]() if self._ranks.together else undrawn(self._module, args, kwargs)
+        with self._ranks.watching(), unrecorded(self._module), leaving_alone(others):
             cut = self._cut(args, kwargs)
         if cut not in self._cuts:
             not_taken = "".join(f"; not {WAYS[way]}: {reason}" for way, reason in cut.reasons.items())
@@ -162,8 +168,9 @@ class KnownCuts:
 
     def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
         """A cut that does what the module does."""
-        cut = sequentialize(self._module, args, kwargs, known=self._cuts)
-        if cut in self._cuts or not isinstance(cut, GraphCut):
+        together = self._ranks.together
+        cut = sequentialize(self._module, args, kwargs, known=self._cuts, afresh=together)
+        if (cut in self._cuts and not together) or not isinstance(cut, GraphCut):
             return cut
         try:
             require_same(self._module, cut, args, kwargs)

@@ -251,11 +251,15 @@ class PlannedForward:
 
     def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any, Prepared] | None:
         """The entry that a call runs with, or None if it runs plainly."""
-        if self.plans.together:
+        together = self.plans.together
+        if together:
             self.plans.follow_others(args, kwargs)
         made = self.plans.cuts_made
         try:
             signature, value = self.plans.bind(args, kwargs)
+            if self.plans.together and not together:  # it has exchanged its first message now
+                self.plans.follow_others(args, kwargs)
+                signature, value = self.plans.bind(args, kwargs)
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
             if made:
                 raise

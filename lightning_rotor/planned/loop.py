@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,130 +9,19 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_rotor.errors import BudgetError, RotorError, RotorWarning, ScheduleError
+from lightning_rotor.errors import RotorWarning
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
-from lightning_rotor.planning import Plan
-from lightning_rotor.planning.plan import plain_simulation
+from lightning_rotor.planned.agreement import told_by_all
+from lightning_rotor.private.messages import processes
 from lightning_rotor.private.sharding import messages_bytes
 from lightning_rotor.profiling.step_compute import StepCompute
-from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
-from lightning_rotor.units import MemoryLimit, format_bytes
+from lightning_rotor.units import MemoryLimit
 
 Told = TypeVar("Told")
-
-
-class Agreement:
-    """What a planned forward asks of other processes, where they measure and plan ``together``; by itself, nothing."""
-
-    together = False
-
-    def any(self, is_so: bool) -> bool:
-        """True if it is so in this process or in one that measures and plans together with it."""
-        return is_so
-
-    def all_run(self, schedule: Schedule | None) -> bool:
-        """True if this process has a schedule for a call, and each that plans together with it has the same."""
-        return schedule is not None
-
-    def settle(self, outcome: Plan | BudgetError) -> Plan:
-        """The plan to run instead of one's own ``outcome``, or ``BudgetError``."""
-        if isinstance(outcome, BudgetError):
-            raise outcome
-        return outcome
-
-
-class JointPlans(Agreement):
-    """One plan for processes whose planned module communicates: SyncBatchNorm, DTensors, all_reduce.
-
-    They run it in lockstep anyway, and a recomputation communicates again. So at each forward they ask each other
-    whether all have the same schedule for it. If not, all plan together, measure first if anyone must, and run the plan
-    of the one with least room, ``beyond`` the budget if so told. Where a module computes by itself (DDP), each process
-    plans for itself. Their ``group`` takes tensors on the CPU, so that no device is waited for.
-    """
-
-    together = True
-
-    def __init__(self, group: Any, *, beyond: bool = False) -> None:
-        self._group, self._beyond = group, beyond
-
-    def any(self, is_so: bool) -> bool:
-        """True if it is so in any process: one number goes round."""
-        found = torch.tensor(int(is_so))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return bool(found)
-
-    def all_run(self, schedule: Schedule | None) -> bool:
-        """True if all processes have the same schedule: a number that names it goes round, and its negative."""
-        number = 0 if schedule is None else int.from_bytes(hashlib.sha256(str(schedule).encode()).digest()[:7], "big")
-        found = torch.tensor((number, -number))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return number > 0 and found.tolist() == [number, -number]
-
-    def settle(self, outcome: Plan | BudgetError) -> Plan:
-        """The plan of the process whose batch leaves the least room; ``RotorError`` if it does not fit all."""
-        told: Any = outcome
-        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
-            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
-        outcomes = told_by_all(told, self._group)
-        if failures := [told for told in outcomes if isinstance(told, BudgetError)]:
-            raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
-        assert isinstance(outcome, Plan)
-        if len({schedule for _, schedule in outcomes}) == 1:
-            return outcome
-        settled = _under(outcome, max(outcomes)[1])
-        # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        excess_bytes = math.inf if settled is None else settled.peak_bytes - settled.budget_bytes
-        most_bytes = max(told_by_all(excess_bytes, self._group))
-        if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
-            raise RotorError(
-                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
-                f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
-                "them, since the planned module communicates"
-            )
-        return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
-
-
-def told_by_all(told: Told, group: Any = None) -> list[Told]:
-    """What each process of a group, by default of all, says; in their order. Each waits for the others."""
-    heard = [told] * dist.get_world_size(group)
-    dist.all_gather_object(heard, told, group=group)
-    return heard
-
-
-def meet(model: nn.Module, *, beyond: bool) -> Agreement:
-    """How processes agree on plans for a model. Each waits for all."""
-    return JointPlans(dist.new_group(backend="gloo"), beyond=beyond) if communicates(model) else Agreement()
-
-
-def _under(plan: Plan, schedule: str) -> Plan | None:
-    """The same plan with another process' schedule, or None if that is not for such a chain."""
-    try:
-        parsed = Schedule.parse(schedule)
-        return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
-    except ScheduleError:
-        return None
-
-
-_NAMES = {
-    *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single"),
-    *("broadcast", "reduce_scatter_tensor"),
-}
-
-
-def communicates(module: nn.Module) -> bool:
-    """True if a module's forward waits for other processes, as its layers, parameters and code tell."""
-    codes = (getattr(type(each).forward, "__code__", None) for each in module.modules())
-    return (
-        any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
-        or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
-        or any(code is not None and not _NAMES.isdisjoint(code.co_names) for code in codes)
-    )
 
 
 # -------------------------------------------------------------------- The loop.
@@ -170,7 +57,7 @@ class TrainingLoop(Protocol):
     @property
     def processes(self) -> int:
         """Number of processes that train together."""
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return processes()
 
     def told_by_all(self, told: Told) -> list[Told]:
         """What each process says, in the order of ranks. Each waits for all others."""

@@ -53,7 +53,8 @@ class PlannedModule:
             "module": self.target.name,
             "model": model_fingerprint(self.target.module),
             "ceiling_bytes": self.plans.ceiling.size_bytes,
-            "records": self.plans.records(),
+            # Those of one process would let it go on where the others measure, and wait for it.
+            "records": [] if self.plans.together else self.plans.records(),
         }
 
 
@@ -160,8 +161,13 @@ class PlannedModules:
         before, self.is_guess = list(self), False
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         targets = self._search.targets()
-        told = [(target.name, target.is_unseen) for target in targets], self._search.is_open
-        listed, self._search.is_open = self._loop.told_by_all(told)[0]
+        told = [(target.name, target.is_unseen) for target in targets], self._search.is_open, self._search.messages
+        heard = self._loop.told_by_all(told)
+        listed, self._search.is_open, _ = heard[0]
+        planned = [name for name, _ in listed]
+        self._source.ranks.join_connected(
+            [seen for _, _, messages in heard for name in planned for seen in messages.get(name, ())]
+        )
         known = {target.name: target for target in targets}
         submodule = self._loop.model.get_submodule
         self._take(

@@ -21,9 +21,18 @@ from torch import nn
 from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut, check_module
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, ProfilingError, RotorError, UnitError
+from lightning_rotor.errors import (
+    BudgetError,
+    MessageError,
+    ModelError,
+    ProfilerBusyError,
+    ProfilingError,
+    RotorError,
+    UnitError,
+)
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.cache import (
     MAX_PLANS,
     MOST_TIMED,
@@ -38,7 +47,6 @@ from lightning_rotor.planned.cache import (
     record_of,
 )
 from lightning_rotor.planned.cuts import KnownCuts, Signature
-from lightning_rotor.planned.loop import Agreement
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.plan import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -56,7 +64,7 @@ _NEAREST = 4  # schedules that are tried for a new size
 class BudgetSource:
     """Says what the plans of modules may use, and hears what happens. Errors end the call unless it takes them."""
 
-    ranks = Agreement()
+    ranks: Agreement  # its own
     accumulates = True  # budgets may be for steps that add to gradients which are there
 
     @property
@@ -159,7 +167,7 @@ class Plans:
         self.name = name
         self.ceiling = Ceiling()
         self._source, self._settings = source, settings
-        self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring)
+        self._cuts = KnownCuts(module, most=settings.max_plans, on_cut=source.before_measuring, ranks=source.ranks)
         self.cache = PlanCache(settings.max_plans)
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
@@ -179,7 +187,7 @@ class Plans:
 
     @property
     def together(self) -> bool:
-        """True if other processes measure and plan whenever this one does."""
+        """True if other processes measure and plan whenever this one does, as messages were seen between them."""
         return self._source.ranks.together
 
     # ---------------------------------------------------------------- a call
@@ -196,6 +204,11 @@ class Plans:
         known = None if signature is None else self.cache.use(signature, self._source.turn)
         if ranks.all_run(None if known is None else known.schedule):
             return
+        if ranks.any(known is not None and known.is_chosen):
+            raise MessageError(
+                "a schedule was chosen by use() that other processes do not run for this call, with which the module "
+                "exchanges messages: expected use() of the same schedule in each of them, or in none"
+            )
         if signature is not None and known is not None:
             self.cache.put(signature, known.without_plan())
         if ranks.any(known is None):
@@ -224,17 +237,20 @@ class Plans:
         """The prepared entry of a call, made now if there is none."""
         turn, spent = self._source.turn, self.measuring_seconds
         known = self.cache.use(signature, turn)
-        if known is not None and not known.is_settled and self._source.may_plan_again(self) and known.is_timed:
-            known = self._by_seconds(signature, known)
-        prepared = known or self._recalled(signature) or self._estimated(signature)
+        alone = not self.together  # else all run what they have agreed on, and measure what one has not
+        if alone and known is not None and not known.is_settled and self._source.may_plan_again(self):
+            known = self._by_seconds(signature, known) if known.is_timed else known
+        prepared = known
+        if prepared is None and alone:
+            prepared = self._recalled(signature) or self._estimated(signature)
         if prepared is None:
             prepared = self.measure(signature, value)
-        elif prepared.rough_seconds and self._measuring.pays(prepared.rough_seconds):
+        elif alone and prepared.rough_seconds and self._measuring.pays(prepared.rough_seconds):
             try:
                 prepared = self.measure(signature, value)
             except ProfilerBusyError:  # this plan does until torch's profiler is free
                 self._measuring.lost_seconds = self._measuring.price_seconds
-        if prepared.turn != turn or (prepared.lost_seconds and self._searching.pays(prepared.lost_seconds)):
+        if prepared.turn != turn or (alone and prepared.lost_seconds and self._searching.pays(prepared.lost_seconds)):
             prepared = replace(prepared.without_plan(), turn=turn)
         prepared = self.plan_again(signature, prepared) if prepared.executor is None else prepared
         if self.measuring_seconds > spent or known is None:
@@ -255,7 +271,7 @@ class Plans:
 
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
-        estimate = None if self.together else self._measurements.estimate(signature)
+        estimate = self._measurements.estimate(signature)
         if estimate is None:
             return None
         profile, is_close = estimate
@@ -287,7 +303,7 @@ class Plans:
         """Measure a call, again if it was measured before."""
         self._source.before_measuring()
         start = time.perf_counter()
-        how = dict[str, Any](compiled=self._compiled, in_lockstep=self.together, accumulating=self._source.accumulates)
+        how = dict[str, Any](compiled=self._compiled, ranks=self._source.ranks, accumulating=self._source.accumulates)
         with measuring_progress(enabled=self._settings.show_progress) as progress:
             profile = profile_chain(signature.cut.stages, value, progress=progress, **how)
         seconds = time.perf_counter() - start

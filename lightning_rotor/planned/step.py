@@ -24,6 +24,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
+from lightning_rotor.planned.agreement import Agreement, is_spread
 from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans, foresight
@@ -44,7 +45,7 @@ from lightning_rotor.planned.limit import (
     is_final,
     is_step,
 )
-from lightning_rotor.planned.loop import Agreement, TrainingLoop, meet
+from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.target_search import Target, may_be_planned
@@ -73,12 +74,12 @@ class StepPlanner(BudgetSource):
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self.loop, self.saved = loop, saved
-        self.ranks = Agreement()
         self.plan: Plan | None = None
         self.watch = StepWatch()
         self.is_settled = False
         self.was_put_off = self.planned_nothing = False
         self.limit = StepLimit(loop, limit, beyond=beyond)
+        self.ranks = Agreement(beyond=beyond)
         self._step: Step | None = None
         self._has_met = False
         self._is_cautious = False  # the budget told last is not what there is
@@ -103,7 +104,8 @@ class StepPlanner(BudgetSource):
             take_workspaces(self.loop.device())
             if self.loop.processes > 1:
                 self.limit.agree(tensors_in(batch))
-                self.ranks = meet(self.loop.model, beyond=self.limit.beyond)
+                if is_spread(self.loop.model):
+                    self.ranks.join_all()
         if self.modules.is_guess and self.modules.choose(batch, batch_idx):  # others than a guess, in a tuner's trial
             self.plan = None
         self._begun += 1

@@ -136,6 +136,11 @@ class TargetSearch:
             return sum(name in names for name in self._calls)
         return 0 if self._compute is None else sum(self._compute.calls[name] for name in names)
 
+    @property
+    def messages(self) -> dict[str, set[frozenset[int]]]:
+        """Ranks of the processes with which submodules exchange messages in a step, as far as that is known."""
+        return {} if self._compute is None else dict(self._compute.messages)
+
     def _is_better_whole(self, seen: Sequence[str]) -> bool:
         """True if the model's own forward reaches much more than its best submodule."""
         if not self._may_be_whole or "" in self.refused or self._compute is None or not self._compute.calls[""]:

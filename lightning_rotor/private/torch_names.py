@@ -256,9 +256,16 @@ packet_of: Callable[[OpOverload], OpOverloadPacket] = attrgetter("_overloadpacke
 
 def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """What an operator is given to write to."""
+    yield from written_by_message(func, args)
     for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def written_by_message(func: OpOverload, args: Sequence[Any]) -> Iterator[Any]:
+    """What an operator receives a message in. Schemas of c10d do not say so: it is what comes first."""
+    if func.namespace == "c10d" and packet_of(func).__name__ != "send" and args:
+        yield args[0]
 
 
 take_back: Callable[[torch.library.Library], None] = methodcaller("_destroy")

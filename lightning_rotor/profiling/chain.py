@@ -44,16 +44,18 @@ from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
-from lightning_rotor.profiling.meters import Meter, meter_for
+from lightning_rotor.profiling.meters import Meter, meter_for, require_free
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
     StageSeconds,
     interlude,
+    look_for_messages,
     measure,
     segment_seconds,
     with_inverse,
     with_variants,
 )
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.profiling.scan import Behaviour, Boundary, merged, scan, walk
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
@@ -170,7 +172,7 @@ def profile_chain(
     meter: Meter | None = None,
     progress: Progress | None = None,
     compiled: CompiledModules | None = None,
-    in_lockstep: bool = False,
+    ranks: Ranks = ALONE,
     accumulating: bool = True,
 ) -> Profile:
     """Measure bytes and seconds of every stage.
@@ -183,7 +185,7 @@ def profile_chain(
         meter: By default the one of the sample's device.
         progress: Called with the number of stages done and their total.
         compiled: Variants of stages that the user compiled; given again, it knows those of earlier calls.
-        in_lockstep: All processes of a distributed training measure the same stages now and wait for each other.
+        ranks: Other processes that measure the same stages now, and wait for each other if those exchange messages.
         accumulating: Also measure backwards that add to gradients which are there. Else the peaks of those that make
             them anew stand for both, which are as high or higher.
     Returns:
@@ -192,6 +194,8 @@ def profile_chain(
         ModelError: A stage returns no tensor, or calls torch's reentrant checkpoint.
         SampleError: The sample holds no tensor.
         ProfilingError: The device cannot be measured.
+        MessageError: Those exchange messages, and their stages are not the same.
+        ProfilerBusyError: It cannot now, here or on a process that measures together with this one.
     Warns:
         RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls
             torch's checkpoint by itself.
@@ -202,9 +206,14 @@ def profile_chain(
     drawn: set[str] = set()
     with undisturbed(device) as generators, without_hooks_of_several(parameters), _only(drawn, generators):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
-        how = {"repeats": repeats, "in_lockstep": in_lockstep, "accumulating": accumulating}
-        measuring = _Measuring(stages, sample, meter, compiled, drawn, **how)
-        measuring.measure(progress)
+        how = {"repeats": repeats, "ranks": ranks, "accumulating": accumulating}
+        with ranks.alike([stage.name for stage in stages]):
+            measuring = _Measuring(stages, sample, meter, compiled, drawn, **how)
+        with ranks.alike([stage.name for stage in measuring.stages]):
+            if ranks.watches:
+                measuring.look_for_messages()
+            require_free(meter, ranks)
+            measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
         for message in (*costs, *_complaints_about_structure(len(stages), measuring.stages)):
@@ -263,6 +272,18 @@ class _MeasuredStage:
         )
 
 
+@contextmanager
+def _alone(profiler: StageProfiler) -> Iterator[StageProfiler]:
+    """Context in which a stage can run as often as one likes, and leaves everything as it was."""
+    with (
+        gathered(units_in(profiler.stage.modules)),
+        kept_attributes(profiler.stage, keep_parameters=False) as before,
+        lent_buffers(profiler.stage),
+        kept_parameters(profiler.stage, profiler.state.written),
+    ):
+        yield replace(profiler, before=before)
+
+
 class _Measuring:
     """A chain that is scanned, then measured stage by stage while two boundaries are held, then settled."""
 
@@ -276,11 +297,12 @@ class _Measuring:
         **how: Any,
     ) -> None:
         self._meter, self._compiled, self._drawn, self._how = meter, compiled, drawn, how
+        self._ranks: Ranks = how["ranks"]
         self._device = tensors_in(sample)[0].device
         reads = wiring_of(stages).wire.reads
         values = zip(reads, unpacked(sample, len(reads)), strict=True)
         self._inputs = {number: Boundary.of(value) for number, value in values}
-        self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes)
+        self._scan = scan(stages, self._inputs, self._device, block_bytes=meter.block_bytes, ranks=self._ranks)
         self._interlude = interlude(self._device)
         self._segment_seconds = segment_seconds(self._device, meter)
         self.stages = merged(stages, self._scan.groups)
@@ -292,6 +314,20 @@ class _Measuring:
         self._known: dict[Any, StageMeasurement] = {}
         self._scratch: dict[tuple[nn.Module, str], Statistic] = {}
         self._chain: list[_MeasuredStage] = []
+
+    def look_for_messages(self) -> None:
+        """Run all stages with their backwards, those that look the same once: the scan has seen forwards alone.
+
+        That comes before anything that may end measuring on one process, as a profiler does that is taken there.
+        """
+        seen = set[Any]()
+        for number, boundary in walk(self.stages, self._inputs):
+            stage = self._unmeasured(number, boundary)
+            key = stage.key(())
+            if self._ranks.any(key not in seen):
+                with _alone(replace(stage.profiler, boundary=boundary)) as profiler:
+                    look_for_messages(profiler)
+            seen.add(key)
 
     def measure(self, progress: Progress | None) -> None:
         """Measure all stages, and those again whose gradients other stages leave otherwise than supposed."""
@@ -314,12 +350,12 @@ class _Measuring:
     def _settle(self, number: int, boundary: Boundary | None = None) -> bool:
         """Measure a stage as those behind it leave its gradients; False if it has to, and there is no boundary."""
         stage, layouts = self._chain[number], self._given(number)
-        return layouts == stage.layouts or self._find(stage, layouts, boundary)
+        return not self._ranks.any(layouts != stage.layouts) or self._find(stage, layouts, boundary)
 
     def _find(self, stage: _MeasuredStage, layouts: Layouts, boundary: Boundary | None) -> bool:
         """Measure a stage, those that look the same once; False if it has to, and there is no boundary."""
         key = stage.key(layouts)
-        if key not in self._known:
+        if self._ranks.any(key not in self._known):
             if boundary is None:
                 return False
             self._known[key] = self._measured(stage, replace(stage.profiler, boundary=boundary, layouts=layouts))
@@ -337,21 +373,16 @@ class _Measuring:
             with kept_attributes(profiler.stage), lent_buffers(profiler.stage):
                 profiler.recorded_run(hold_input=False, hold_output=False)
 
-        if before.shared:  # a backward may draw, too
+        if before.shared and not self._ranks.together:  # a backward may draw, too
             self._drawn |= drawn_since(before, run_again, certain=self._drawn)
         return found
 
     def _costs(self, stage: _MeasuredStage, profiler: StageProfiler) -> StageMeasurement:
-        units = units_in(profiler.stage.modules)
-        with (
-            gathered(units),
-            kept_attributes(profiler.stage, keep_parameters=False) as before,
-            lent_buffers(profiler.stage),
-            kept_parameters(profiler.stage, profiler.state.written),
-        ):
-            profiler = replace(profiler, before=before)
+        with _alone(profiler) as profiler:
             found = measure(profiler)
-            if units:  # a variant would be compiled together with what gathers the parameters
+            if units := units_in(
+                profiler.stage.modules
+            ):  # a variant would be compiled together with what gathers the parameters
                 return replace(found, cost=_with_units(found.cost, units))
             if profiler.is_compiled:
                 kin = _identity(profiler.stage, self._compiled, with_numbers=False), profiler.boundary.signature

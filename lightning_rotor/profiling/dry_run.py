@@ -30,6 +30,7 @@ from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.messages import copied_as_they_are
 from lightning_rotor.private.values import is_fake, same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.generators import GeneratorStates, drawn_since, others_may_draw
@@ -70,7 +71,7 @@ def fake_copy(
     memo = dict(replacements)
     for module in _modules_in(value):
         memo.update((id(held), held) for held in module.__dict__.values() if isinstance(held, (Dataset, DataLoader)))
-    with _CopyWithValues(mode) if with_values else private.FakeCopyMode(mode):
+    with _CopyWithValues(mode) if with_values else private.FakeCopyMode(mode), copied_as_they_are():
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
         for kind in private.HOOKS:

@@ -23,6 +23,7 @@ from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
 from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
+from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.units import BLOCK_BYTES
 
 _MARK, _KINETO = "lightning_rotor::", "KINETO_LOG_LEVEL"
@@ -105,6 +106,11 @@ class Meter(Protocol):
     needs_warm_up: bool = False  # an operator's first run allocates what later ones do not, such as workspaces of CUDA
     block_bytes: int = 1  # the size of each block is counted as a multiple of this
 
+    @property
+    def is_taken(self) -> bool:
+        """True if somebody else measures by the same means now."""
+        return False
+
     def new_recording(self, *, of_step: bool = False) -> Recording:
         """A recording that has not begun, of a whole step or of one stage."""
 
@@ -132,6 +138,18 @@ class Meter(Protocol):
         return float(end - start)
 
 
+def require_free(meter: Meter, ranks: Ranks) -> None:
+    """Raise ``ProfilerBusyError`` if a meter is taken on one of several processes that measure together."""
+    if ranks.together and ranks.any(meter.is_taken):
+        raise ProfilerBusyError(_TAKEN if meter.is_taken else f"on another process, {_TAKEN}")
+
+
+_TAKEN = (
+    "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
+    "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
+)
+
+
 def meter_for(device: torch.device) -> Meter:
     """The meter of a device.
 
@@ -149,6 +167,11 @@ def meter_for(device: torch.device) -> Meter:
 
 class CpuMeter(Meter):
     """Bytes from the allocator's events, seconds from the performance counter."""
+
+    @property
+    def is_taken(self) -> bool:
+        """True while torch's profiler records: there is room for one."""
+        return is_profiling()
 
     def new_recording(self, *, of_step: bool = False) -> Recording:
         """A recording that has not begun."""
@@ -195,10 +218,7 @@ class _CpuRecording(Recording):
     def start(self) -> None:
         """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
         if is_profiling():
-            raise ProfilerBusyError(
-                "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
-                "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
-            )
+            raise ProfilerBusyError(_TAKEN)
         is_set = _KINETO in os.environ
         os.environ.setdefault(_KINETO, "99")  # the profiler's library writes two lines to stderr at its first start
         self._log.__enter__()

@@ -76,6 +76,12 @@ def measure(profiler: StageProfiler) -> StageMeasurement:
     return replace(found, cost=seconds.of(found.cost))
 
 
+def look_for_messages(profiler: StageProfiler) -> None:
+    """Run a stage once, with its backward, before the clock decides how often it runs."""
+    with profiler.ranks.watching(marks=False):
+        _timed_run(profiler)
+
+
 def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
     """Comparable seconds of one stage's options, which run by turns."""
     runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
@@ -92,11 +98,11 @@ def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, 
 
 
 def _is_timed(profiler: StageProfiler, runs: Sequence[tuple[float, float]]) -> bool:
-    """True after ``repeats`` runs, of long ones fewer and of short ones more. In lockstep their number alone counts."""
-    seconds = sum(map(sum, runs))
-    if not profiler.in_lockstep and seconds >= _ENOUGH_SECONDS:
+    """True after ``repeats`` runs, of long ones fewer and of short ones more. Together, their number alone counts."""
+    seconds, together = sum(map(sum, runs)), profiler.ranks.together
+    if not together and seconds >= _ENOUGH_SECONDS:
         return True
-    return len(runs) >= profiler.repeats * (1 if profiler.in_lockstep or seconds >= _SHORT_SECONDS else _MORE)
+    return len(runs) >= profiler.repeats * (1 if together or seconds >= _SHORT_SECONDS else _MORE)
 
 
 def _timed_run(profiler: StageProfiler) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -24,8 +25,9 @@ from lightning_rotor.errors import ModelError
 from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, kept_parameters, lent_buffers
 from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.private.messages import NOT_ARRIVED, is_on_its_way
 from lightning_rotor.private.sharding import gathered, units_in
-from lightning_rotor.private.torch_names import noticed_checkpoints, version_of
+from lightning_rotor.private.torch_names import is_compiled, noticed_checkpoints, version_of
 from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
@@ -41,6 +43,7 @@ from lightning_rotor.private.values import (
     tree_unflatten,
     watch_containers,
 )
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.stages.generators import GeneratorStates, drawn_since
 from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
 from lightning_rotor.units import in_blocks
@@ -188,7 +191,14 @@ def _skips(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[
     return found
 
 
-def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.device, *, block_bytes: int = 1) -> Scan:
+def scan(
+    stages: Sequence[Stage],
+    inputs: dict[int, Boundary],
+    device: torch.device,
+    *,
+    block_bytes: int = 1,
+    ranks: Ranks = ALONE,
+) -> Scan:
     """Run every stage, look at what it does and follow the storages, counted in blocks; ModelError if it has none."""
     wiring = wiring_of(stages)
     values = dict(inputs)
@@ -203,7 +213,9 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
             if storage is not None:
                 storage.uses.add(index)
         is_first = not inputs.keys().isdisjoint(stage.reads)
-        outputs, made, changed, behaviour = _look(stage, index, boundary, taken, device, block_bytes, is_first=is_first)
+        outputs, made, changed, behaviour = _look(
+            stage, index, boundary, taken, device, block_bytes, is_first=is_first, ranks=ranks
+        )
         behaviours.append(behaviour)
         values.update(zip(stage.writes, outputs, strict=True))
         storages.update(zip(stage.writes, made, strict=True))
@@ -222,7 +234,7 @@ def scan(stages: Sequence[Stage], inputs: dict[int, Boundary], device: torch.dev
         for storage in storages[number]:
             if storage is not None:
                 storage.in_output = True
-    starts = sorted(cuts | {0, len(stages)})
+    starts = sorted({*ranks.common(cuts), 0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
     return Scan(storages, tuple(behaviours), groups, _skips(storages, groups))
 
@@ -236,6 +248,7 @@ def _look(
     block_bytes: int,
     *,
     is_first: bool,
+    ranks: Ranks,
 ) -> tuple[tuple[Boundary, ...], list[tuple[Storage | None, ...]], list[Storage], Behaviour]:
     """What a stage makes, the storages of that, those that it changes in place, and what it does."""
     states = GeneratorStates(device)
@@ -250,7 +263,9 @@ def _look(
         value = boundary.fresh()
         leaves, containers_changed = tree_leaves(value), watch_containers(value)
         versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
-        output = run_stage(stage, value)
+        # Compiled code changes nothing in place by a message, and would not be compiled when it is watched.
+        with nullcontext() if any(map(is_compiled, stage.called_modules())) else ranks.watching():
+            output = run_stage(stage, value)
         if not tensors_in(output):
             raise ModelError(
                 f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or "
@@ -279,9 +294,11 @@ def _look(
     changes_input = any(storage.born < 0 for storage in changed)  # the chain's
     repeatable = repeatable and not (written or scripted or changes_input)
     drawn = drawn_since(states, partial(outputs_of, stage, boundary), certain=certain)
-    if repeatable and not _is_stock(stage):
+    if ranks.any(not repeatable):
+        repeatable = False
+    elif not _is_stock(stage):
         states.restore(drawn)
-        repeatable = _same(outputs, outputs_of(stage, boundary))
+        repeatable = not ranks.any(not _same(outputs, outputs_of(stage, boundary)))
     draws_random = bool(drawn) or _may_draw(stage)
     behaviour = Behaviour(
         draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written), tuple(drawn)
@@ -302,6 +319,8 @@ def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:
 
 
 def _boundaries(stage: Stage, output: Any) -> tuple[Boundary, ...]:
+    if any(map(is_on_its_way, tensors_in(output))):
+        raise ModelError(f"stage {stage.name!r} cannot be planned: {NOT_ARRIVED}")
     layout = other_layout(tensors_in(output))
     if layout:
         raise ModelError(

@@ -25,6 +25,7 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_leaves
 from lightning_rotor.profiling.meters import Meter, Recording
+from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.profiling.scan import NOTHING, Boundary, Scan
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
@@ -236,7 +237,7 @@ class StageProfiler:
     meter: Meter
     repeats: int  # of timed runs
     interlude: Callable[[], object]  # called before each timed run
-    in_lockstep: bool  # other processes measure it now and wait, so neither times nor sizes may decide what runs
+    ranks: Ranks  # where they are together, neither times nor sizes may decide what runs
     accumulating: bool  # also measure where gradients exist
     boundary: Boundary = NOTHING
     layouts: Layouts = ()  # how later stages leave the gradients that it is given
@@ -255,7 +256,7 @@ class StageProfiler:
         """Bytes of the stage, when it has run before."""
         found = self._bytes()
         keep = found.cost.keep
-        matters = self.in_lockstep or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes
+        matters = self.ranks.together or keep.parameter_gradient_bytes > _NEGLIGIBLE * keep.backward_held_peak_bytes
         if self.accumulating and matters:
             again = replace(self, gradients_exist=True)._bytes().cost.keep
             keep = replace(keep, accumulating=again.backward_peaks(gradients_exist=False))
@@ -266,7 +267,8 @@ class StageProfiler:
         keep, gradients = self.recorded_run(hold_input=False, hold_output=False)
         alone = self.recorded_run(hold_input=False, hold_output=True)[0] if self.last else keep
         # An input that the stage does not save does not matter to its backward, whoever holds it.
-        held = self.recorded_run(hold_input=True, hold_output=self.last)[0] if keep.saved_input_bytes else alone
+        matters = self.ranks.together or keep.saved_input_bytes
+        held = self.recorded_run(hold_input=True, hold_output=self.last)[0] if matters else alone
         replayed, segment_peak = alone, keep.backward_peak_bytes
         discard_peak, pinned_bytes = keep.forward_peak_bytes, 0
         if self.recomputable:

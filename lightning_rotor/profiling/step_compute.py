@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from traceback import extract_tb
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ProfilingError
+from lightning_rotor.private.messages import members_of
 from lightning_rotor.private.torch_names import (
     FakeTensorMode,
     backward_number,
@@ -52,6 +53,7 @@ class StepCompute(AssumedValues):
         plannable: FLOPs inside of modules that a plan could run: in training mode, with gradients enabled and flowing
             through the output.
         calls: How often each of these was called.
+        messages: Ranks of the processes with which modules exchange messages, one set a group. None is sent here.
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
     """
@@ -64,6 +66,7 @@ class StepCompute(AssumedValues):
         self.total = 0
         self.plannable: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.messages: defaultdict[str, set[frozenset[int]]] = defaultdict(set)
         self.unfinished: set[str] = set()
         self.stopped_at = ""
         self._running: list[str] = []
@@ -101,6 +104,9 @@ class StepCompute(AssumedValues):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         assumed = self.assumed_values
+        if members := members_of(func, args, kwargs or {}):
+            for name in self._running:
+                self.messages[name].add(members)
         result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")

@@ -1,0 +1,226 @@
+"""What processes agree on whose planned module exchanges messages, which is seen and not guessed.
+
+Each process measures and plans for itself until a message is seen in the module's code. Its first runs are the same on
+all processes, whatever their clocks say, so all see the first message in the same run, and agree from there on::
+
+    recorded ──► compared ──► each stage run once ──► each stage timed    where it exchanges messages, equally often,
+    └──────────── watched, equally often ───────┘                         and the plans are settled by all
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_rotor.errors import BudgetError, MessageError, RotorError, ScheduleError
+from lightning_rotor.planning import Plan
+from lightning_rotor.planning.plan import plain_simulation
+from lightning_rotor.private.messages import MessageWatch, group_beside, processes
+from lightning_rotor.private.torch_names import uncompiled
+from lightning_rotor.profiling.ranks import Ranks
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+from lightning_rotor.units import format_bytes
+
+Told = TypeVar("Told")
+_FEW = 5  # names in a message
+
+
+class Agreement(Ranks):
+    """One plan for processes that exchange messages in a planned module; until a message was seen, nothing.
+
+    They run the module in lockstep anyway, and a recomputation exchanges its messages again. So at each forward they ask
+    each other whether all have the same schedule for it. If not, all plan together, measure first if anyone must, and
+    run the plan of the one with least room, ``beyond`` the budget if so told. A module without messages (under DDP) is
+    no concern of others: each process plans for itself, and one that skips the module keeps nobody waiting.
+    """
+
+    def __init__(self, *, beyond: bool = False) -> None:
+        self._beyond, self._group = beyond, None
+        self._members: frozenset[int] = frozenset()
+        self._names: Sequence[str] = ()  # of the stages that are measured now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Agreement._anew, (self._beyond,)  # a copy of a module measures for itself, and a group is no data
+
+    @classmethod
+    def _anew(cls, beyond: bool) -> Agreement:
+        return cls(beyond=beyond)
+
+    @property
+    def together(self) -> bool:
+        """True once a message was seen."""
+        return self._group is not None
+
+    @property
+    def watches(self) -> bool:
+        """True if there are other processes."""
+        return processes() > 1
+
+    @contextmanager
+    def watching(self, *, marks: bool = True) -> Iterator[None]:
+        """Context of code in which messages are looked for."""
+        if not self.watches:
+            yield
+            return
+        # Code under a mode is not compiled; torch < 2.14 would never do so again.
+        with uncompiled(), MessageWatch(marks=marks) as seen:
+            yield
+        if seen.members:
+            self.join(seen.members)
+
+    def join(self, seen: Collection[frozenset[int]]) -> None:
+        """Agree with the processes that messages went to: with those of one group, or else with all."""
+        (first, *others) = {*seen, *({self._members} if self.together else ())}
+        self._join(frozenset(range(processes())) if others else first)
+
+    def _join(self, members: frozenset[int]) -> None:
+        if members != self._members:
+            with self._answered(members):
+                self._group = group_beside(members)
+            self._members = members
+            self._compare()
+
+    @contextmanager
+    def alike(self, names: Sequence[str]) -> Iterator[None]:
+        """Context in which all have stages of these names, or ``MessageError``."""
+        self._names = names
+        try:
+            self._compare()
+            yield
+        finally:
+            self._names = ()
+
+    def _compare(self) -> None:
+        if not self.together or self._same(" ".join(self._names)):
+            return
+        few = ", ".join([*self._names[:_FEW], *["…"] * (len(self._names) > _FEW)])
+        raise MessageError(
+            f"processes {sorted(self._members)} exchange messages in a module that is not the same for this call on all "
+            f"of them: here it becomes {len(self._names)} stages ({few}). Expected arguments of the same kinds on each, "
+            "as a recomputation on one would send what the others do not expect; sizes may differ"
+        )
+
+    def join_all(self) -> None:
+        """Agree with all processes."""
+        self._join(frozenset(range(processes())))
+
+    def join_connected(self, seen: Collection[frozenset[int]]) -> None:
+        """Agree with those that this process exchanges messages with, by way of others, too, as all processes know."""
+        if members := _connected(seen, dist.get_rank() if self.watches else 0):
+            self._join(members)
+
+    # ---------------------------------------------------------------- questions
+
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in any process: one number goes round."""
+        return bool(self._largest(int(is_so))[0]) if self.together else is_so
+
+    def all_run(self, schedule: Schedule | None) -> bool:
+        """True if all processes have the same schedule."""
+        if not self.together:
+            return schedule is not None
+        return self._same("" if schedule is None else str(schedule)) and schedule is not None
+
+    def common(self, numbers: Set[int]) -> Set[int]:
+        """Those of these numbers that all processes have."""
+        return frozenset(numbers).intersection(*self._told(frozenset(numbers))) if self.together else numbers
+
+    def settle(self, outcome: Plan | BudgetError) -> Plan:
+        """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
+
+        Raises ``BudgetError`` if that is the outcome of any, ``RotorError`` if the plan does not fit all.
+        """
+        if not self.together:
+            if isinstance(outcome, BudgetError):
+                raise outcome
+            return outcome
+        told: Any = outcome
+        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
+            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+        outcomes = self._told(told)
+        if failures := [told for told in outcomes if isinstance(told, BudgetError)]:
+            raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
+        assert isinstance(outcome, Plan)
+        if len({schedule for _, schedule in outcomes}) == 1:
+            return outcome
+        settled = _under(outcome, max(outcomes)[1])
+        # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
+        excess_bytes = math.inf if settled is None else settled.peak_bytes - settled.budget_bytes
+        most_bytes = max(self._told(excess_bytes))
+        if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
+            raise RotorError(
+                f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
+                f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
+                "them, since the planned module communicates"
+            )
+        return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
+
+    def _same(self, text: str) -> bool:
+        """True if all say the same: a number that names it goes round, and its negative."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        return self._largest(number, -number) == [number, -number]
+
+    def _largest(self, *numbers: int) -> list[int]:
+        """The largest of any process in each place."""
+        found = torch.tensor(numbers, device="cpu")
+        with self._answered(self._members):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+        return found.tolist()
+
+    def _told(self, told: Told) -> list[Told]:
+        with self._answered(self._members):
+            return told_by_all(told, self._group)
+
+    @contextmanager
+    def _answered(self, members: Iterable[int]) -> Iterator[None]:
+        """Context of a question to other processes."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise MessageError(
+                f"processes {sorted(members)} exchange messages in the planned module, so they agree on a plan at each "
+                "call of it, but not all of them answer: expected each to call it as often as the others, in training. "
+                "Either one has ended with an error of its own, which comes first, or it does not call the module in "
+                f"this step. torch said: {error}"
+            ) from error
+
+
+def told_by_all(told: Told, group: Any = None) -> list[Told]:
+    """What each process of a group, by default of all, says; in their order. Each waits for the others."""
+    heard = [told] * dist.get_world_size(group)
+    dist.all_gather_object(heard, told, group=group)
+    return heard
+
+
+def is_spread(module: nn.Module) -> bool:
+    """True if parameters are spread over processes: messages come before and behind forwards, where nobody watches."""
+    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+
+
+def _connected(seen: Iterable[frozenset[int]], rank: int) -> frozenset[int]:
+    """All that a process has to do with, by way of others, too; empty if it exchanges no message."""
+    found, others = frozenset[int](), list(seen)
+    if not any(rank in members for members in others):
+        return found
+    found = frozenset((rank,))
+    while more := [members for members in others if members & found and not members <= found]:
+        found = found.union(*more)
+    return found
+
+
+def _under(plan: Plan, schedule: str) -> Plan | None:
+    """The same plan with another process' schedule, or None if that is not for such a chain."""
+    try:
+        parsed = Schedule.parse(schedule)
+        return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
+    except ScheduleError:
+        return None

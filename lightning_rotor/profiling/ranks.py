@@ -1,0 +1,45 @@
+"""What code that runs again, for cutting and measuring, asks of other processes that run it at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+
+
+class Ranks:
+    """Processes that exchange messages in some code, and so run it equally often; this one alone, in this class."""
+
+    @property
+    def together(self) -> bool:
+        """True if others run the code whenever this process does, so that neither times nor sizes may decide over it."""
+        return False
+
+    def any(self, is_so: bool) -> bool:
+        """True if it is so in this process or in one that runs together with it."""
+        return is_so
+
+    def common(self, numbers: Set[int]) -> Set[int]:
+        """Those of these numbers that all have which run together."""
+        return numbers
+
+    def alike(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Context of code that asks each other about stages with these names in turn: all must have the same.
+
+        They are compared when they are together: at once, or in the middle.
+        """
+        return nullcontext()
+
+    def watching(self, *, marks: bool = True) -> AbstractContextManager[None]:
+        """Context of code that all run in the same way so far. Those that exchange a message in it are together then.
+
+        ``marks``: what was received counts as a change in place.
+        """
+        return nullcontext()
+
+    @property
+    def watches(self) -> bool:
+        """True if there could be messages at all."""
+        return False
+
+
+ALONE = Ranks()
