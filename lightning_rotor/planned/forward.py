@@ -331,7 +331,8 @@ class PlannedForward:
         if not self._module.training:
             self._module.train()
         try:
-            return self.plans.measure(*self.plans.bind(args, kwargs)).profile
+            with self._caches.off():
+                return self.plans.measure(*self.plans.bind(args, kwargs)).profile
         finally:
             for module, mode in modes:
                 module.training = mode

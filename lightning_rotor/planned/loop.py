@@ -134,7 +134,7 @@ _NAMES = {
 
 def communicates(module: nn.Module) -> bool:
     """True if a module's forward waits for other processes, as its layers, parameters and code tell."""
-    codes = (getattr(type(each).forward, "__code__", None) for each in module.modules())
+    codes = (getattr(getattr(type(each), "forward", None), "__code__", None) for each in module.modules())
     return (
         any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())
         or any(hasattr(parameter, "device_mesh") for parameter in module.parameters())

@@ -6,6 +6,18 @@ from typing import Any
 
 import torch
 
+LIGHTNINGS = ("lightning", "pytorch_lightning")
+"""The two packages that Lightning is published as. Their classes are different ones."""
+
+
+def is_lightning_module(module: Any) -> bool:
+    """True if an object is a LightningModule of either package. Neither is imported for the answer."""
+    return any(
+        kind.__name__ == "LightningModule" and kind.__module__.partition(".")[0] in LIGHTNINGS
+        for kind in type(module).__mro__
+    )
+
+
 TRAINERS = ("_trainer", "_fabric")
 """Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden."""
 

@@ -288,11 +288,6 @@ def shares_weights(module: nn.Module) -> bool:
     return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
 
 
-def metadata_of(state_dict: Any) -> dict[str, Any]:
-    """Versions of modules by path, which ``load_state_dict`` hands to them; empty in a dict of the user's own."""
-    return getattr(state_dict, "_metadata", {})
-
-
 # -------------------------------------------------------------------- torch.compile
 
 
