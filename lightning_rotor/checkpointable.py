@@ -22,7 +22,7 @@ from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.forward import PlannedForward, attach, detach
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
-from lightning_rotor.private.lightning_names import is_lightning_module
+from lightning_rotor.private.lightning_names import lightning_module_class
 from lightning_rotor.private.sharding import units_below
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
@@ -295,7 +295,7 @@ class Checkpointable(nn.Module):
     def __class__(self) -> Any:
         """The module's class, to whoever asks what may be done with it; ``type`` tells them apart."""
         # A Trainer calls the training_step of a LightningModule, which calls the module, where there is no plan.
-        return type(self) if is_lightning_module(self.module) else type(self.module)
+        return type(self.module) if lightning_module_class(self.module) is None else type(self)
 
     @__class__.setter
     def __class__(self, kind: Any) -> None:

@@ -42,11 +42,14 @@ from lightning_rotor.stages.snapshot import (
     ABSENT,
     CELL,
     ENTRIES,
+    GENERATORS,
     MOST_ENTRIES,
     PLAIN,
     SMALL_BYTES,
     Kind,
     Snapshot,
+    entries_of,
+    length_of,
     namespace_of,
     slot,
     slots_of,
@@ -152,7 +155,7 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
 def _spelled(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.Tensor
-    return type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf
+    return type(leaf), float.__repr__(leaf) if isinstance(leaf, float) else repr(leaf) if type(leaf) is slice else leaf
 
 
 def _layout(tensor: torch.Tensor) -> Any:
@@ -220,6 +223,7 @@ class Copies:
     def __init__(self, *, objects: bool = True) -> None:
         self._follows_objects = objects
         self._rows: dict[int, Any] = {}
+        self._users: dict[int, Any] = {}  # rows of a class of the user's
         self._tables: dict[int, dict[Any, Any]] = {}
         self._others: dict[int, Any] = {}
 
@@ -228,10 +232,15 @@ class Copies:
         kind, plain = type(value), _plain(value)
         if plain is not None:
             return plain
-        if isinstance(value, _FILLED) and depth and len(value) <= MOST_ENTRIES:
-            (self._tables if isinstance(value, dict) else self._rows)[id(value)] = value  # type: ignore[assignment]
-            # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
-            entries = (*dict.keys(value), *dict.values(value)) if isinstance(value, dict) else tuple(value)
+        if issubclass(kind, _FILLED) and depth and length_of(value) <= MOST_ENTRIES:
+            entries = tuple(entries_of(value))
+            if issubclass(kind, dict):
+                self._tables[id(value)] = value
+                entries += tuple(dict.values(value))
+            elif kind in _FILLED:
+                self._rows[id(value)] = value
+            else:
+                self._users[id(value)] = value
             kinds = tuple(map(type, entries))
             if _FIXED.issuperset(kinds):
                 return kind, kinds, entries
@@ -240,7 +249,7 @@ class Copies:
         if state is not None:
             self._others[id(value)] = value
             return Same(value), state
-        if not (self._follows_objects and depth) or isinstance(value, (nn.Module, type)):
+        if not (self._follows_objects and depth) or issubclass(kind, (nn.Module, type)):
             return Same(value)
         namespace = namespace_of(value) or {}
         if slots_of(kind):
@@ -252,18 +261,23 @@ class Copies:
     def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
         """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
         self._read, self._sized = read, (*sized, *self._rows.values())
-        self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
+        self._lengths, self._seen = self._lengths_now(), Objects(self._now())
         self._states = list(map(_state_or_slots, self._others.values()))
 
     def hold(self) -> bool:
         """True if surely nothing has changed since; another object that is equal is a change."""
-        if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
+        if self._lengths_now() != self._lengths or not self._seen.are(self._now()):
             return False
         return list(map(_state_or_slots, self._others.values())) == self._states
 
     def _now(self) -> tuple[Any, ...]:
         rows, tables = self._rows.values(), self._tables.values()
-        return (*self._read(), *chain(*rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
+        keys, values = chain.from_iterable(map(dict.keys, tables)), chain.from_iterable(map(dict.values, tables))
+        users = chain.from_iterable(map(entries_of, self._users.values()))
+        return (*self._read(), *chain(*rows), *keys, *values, *users)
+
+    def _lengths_now(self) -> list[int]:
+        return [*map(len, self._sized), *map(length_of, self._users.values())]
 
 
 def _plain(value: Any) -> Any:
@@ -271,7 +285,7 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value) if kind is float else value
-    return (kind, value.tobytes()) if isinstance(value, np.generic) else None
+    return (kind, value.tobytes()) if issubclass(kind, np.generic) else None
 
 
 def _entry(value: Any) -> Any:
@@ -288,11 +302,14 @@ _FILLED = (list, tuple, dict, set, deque)
 
 def _state_of(value: Any) -> Any:
     """Version of a tensor, length of a list, bytes of a short array, state of a random generator; None for all else."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)  # an object may refuse to be asked for its class
+    if issubclass(kind, torch.Tensor):
         return version_of(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
+    if issubclass(kind, np.ndarray) and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
         return value.tobytes()
-    return len(value) if isinstance(value, _FILLED) else generator_state(value)
+    if issubclass(kind, _FILLED):
+        return length_of(value)
+    return generator_state(value) if issubclass(kind, GENERATORS) else None
 
 
 def _state_or_slots(value: Any) -> Any:
