@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache, wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +23,9 @@ from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.forward import PlannedForward, attach, detach
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planning import Frontier, Plan, frontier
+from lightning_rotor.private.lightning_names import lightning_module_class
 from lightning_rotor.private.sharding import units_below
-from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, metadata_of, module_inside
+from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -30,24 +34,71 @@ if TYPE_CHECKING:
     from lightning_rotor.report.drawing import Drawing
 
 _WRAPPED = "module"
-_OWN = frozenset((_WRAPPED, "_limit", "_settings", "_planned", "_root", "_prefix", *vars(nn.Module())))
+_OWN = frozenset((_WRAPPED, "_limit", "_settings", "_planned", "_root", *vars(nn.Module())))
 """Attributes of the wrapper itself; all others are the module's."""
+_SHARED = (
+    *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_state_dict_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Attributes that are the module's own objects, so that whatever walks over them finds the module's names."""
+_DELEGATED = (
+    *("add_module", "register_module", "register_buffer", "register_parameter"),
+    *("get_submodule", "set_submodule", "get_parameter", "get_buffer", "get_extra_state", "set_extra_state"),
+    *("parameters", "named_parameters", "buffers", "named_buffers", "children", "named_children"),
+    *("state_dict", "load_state_dict", "_load_from_state_dict"),
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook"),
+    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+    *("apply", "_apply", "to", "to_empty", "type", "float", "double", "half", "bfloat16"),
+    *("cpu", "cuda", "ipu", "xpu", "mtia", "share_memory"),
+    *("train", "eval", "requires_grad_", "zero_grad", "extra_repr"),
+)
+"""Methods of all modules that ask or change what the module holds: its class may have its own."""
 
 
 def _on_module(name: str) -> Any:
-    """A method that calls the module's own."""
+    """A method that calls the module's own. In the place of the module it returns the wrapper, for chained calls."""
 
+    @wraps(getattr(nn.Module, name))
     def method(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module, name)(*args, **kwargs)
+        result = getattr(self.module, name)(*args, **kwargs)
+        return self if result is self.module else result
 
-    return wraps(getattr(nn.Module, name))(method)
+    return method
+
+
+class _Forward:
+    """``forward`` with the signature of the module's, by which the Hugging Face Trainer chooses columns of the data."""
+
+    def __get__(self, net: Checkpointable | None, kind: type) -> Any:
+        if net is None:
+            return Checkpointable._run
+        module = net.module
+        kind = type(module_inside(module) if is_compiler_wrapper(module) else module)
+        return MethodType(_run_with_signature_of(getattr(kind, "forward", None)), net)  # scripted ones have none
+
+
+@lru_cache(128)
+def _run_with_signature_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
+    def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    run.__name__, run.__doc__ = "forward", forward.__doc__
+    # Not __wrapped__: accelerate puts the innermost such function in the place of ``forward``.
+    with suppress(TypeError, ValueError):  # of code that is not Python's
+        run.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined, arg-type]
+    return run
+
+
+def _blank(kind: type[Checkpointable]) -> Checkpointable:
+    return kind.__new__(kind)
 
 
 class Checkpointable(nn.Module):
     """Runs a module within a memory limit, recomputing as little as possible in the backward.
 
     Call it like the module. Measuring and planning happen by themselves at the first training call, or earlier on
-    request. Parameters, ``state_dict`` keys and gradients are those of the module, and so are outputs in evaluation.
+    request. Parameters, gradients and outputs in evaluation are those of the module. So are the names of all that it
+    holds, the signature of ``forward``, attributes, and what ``isinstance`` says.
 
     Under autocast, a weight that is used more than once in a step (shared by stages, or in two calls) is cast for each
     use, where plain training casts it once; its gradient then differs in the last bits.
@@ -78,9 +129,9 @@ class Checkpointable(nn.Module):
         >>> net(torch.randn(4, 8)).sum().backward()
     """
 
+    module: nn.Module
     _root: nn.Module
     _planned: PlannedForward
-    _prefix: str  # where it is in the state dict that is loaded last
 
     def __init__(
         self,
@@ -106,15 +157,12 @@ class Checkpointable(nn.Module):
                 f"{units[0]!r}), which only all processes together can measure: expected RotorCallback, under which "
                 "they agree, or a module without units"
             )
-        self.module = module
+        self.__dict__[_WRAPPED] = module
         self._prepare()
         if is_compiled(module) and not is_compiler_wrapper(module):
             message = taken_apart(f"this {type(module).__name__}")
             remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
             warnings.warn(remedy, RotorWarning, stacklevel=2)
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
-        self.register_load_state_dict_post_hook(_spelled_without)
         if sample is not None:
             self.measure(sample)
             if mem_limit is not None:
@@ -218,7 +266,9 @@ class Checkpointable(nn.Module):
         """What was measured for the input signature used last, or None."""
         return self._latest().profile.chain if len(self._planned.plans.cache) else None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    forward = _Forward()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
         if self._root is not self.module and (len(args) != 1 or kwargs):
             return self._whole(args, kwargs)
@@ -242,23 +292,54 @@ class Checkpointable(nn.Module):
 
     # ---------------------------------------------------------------- looking like the module
 
+    @property
+    def __class__(self) -> Any:
+        """The module's class, to whoever asks what may be done with it; ``type`` tells them apart."""
+        # A Trainer calls the training_step of a LightningModule, which calls the module, where there is no plan.
+        return type(self.module) if lightning_module_class(self.module) is None else type(self)
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        self.module.__class__ = kind  # torch's parametrizations do so
+
+    @property
+    def training(self) -> bool:
+        """The module's mode."""
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if _WRAPPED in self.__dict__:  # else it is just being made
+            self.module.training = mode
+
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__(_WRAPPED), name)
+        if name.startswith("__") or _WRAPPED not in self.__dict__:  # copy and pickle look for methods of that kind
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or hasattr(type(self), name):
+        if name == _WRAPPED:
+            self.__dict__[_WRAPPED] = value
+            self._prepare()
+        elif name in _OWN or hasattr(type(self), name) or getattr(value, "__self__", None) is self:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in _OWN:
+        if name in self.__dict__:
             super().__delattr__(name)
         else:
             delattr(self.module, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *dir(self.module)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.module!r})"
+
+    def __bool__(self) -> bool:
+        return bool(self.module)
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
@@ -266,22 +347,20 @@ class Checkpointable(nn.Module):
     def __len__(self) -> int:
         return len(self.module)  # type: ignore[arg-type]
 
-    register_buffer, register_parameter = _on_module("register_buffer"), _on_module("register_parameter")
-    add_module = _on_module("add_module")
-
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """This wrapper and the module, under one name, and what is in the module; so parameters have its names, too."""
-        memo = set() if memo is None else memo
-        if self not in memo or not remove_duplicate:
-            memo.add(self)
-            yield prefix, self
-            yield from self.module.named_modules(memo, prefix, remove_duplicate)
+        """The wrapper in the place of the module, and what is in the module."""
+        for name, module in self.module.named_modules(memo, prefix, remove_duplicate):
+            yield name, self if module is self.module else module
+
+    def __reduce__(self) -> Any:
+        return _blank, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans speak of this very module's stages; a copy measures for itself.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_planned", "_root")}
+        made_anew = ("_planned", "_root", *_SHARED)
+        return {key: value for key, value in self.__dict__.items() if key not in made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -289,10 +368,16 @@ class Checkpointable(nn.Module):
 
     def _prepare(self) -> None:
         root = self.module
+        self.__dict__.update({name: getattr(root, name) for name in _SHARED})
         if is_compiler_wrapper(root):  # one stage, as a layer in an nn.Sequential is, keeps compiled code whole
             root = nn.Sequential(OrderedDict({type(module_inside(root)).__name__: root}))
         # Not registered: nothing of the module may be renamed.
         self.__dict__["_root"], self.__dict__["_planned"] = root, PlannedForward(root, self._limit, self._settings)
+
+
+for _name in _DELEGATED:
+    if hasattr(nn.Module, _name):  # torch 2.11 does not have all of them
+        setattr(Checkpointable, _name, _on_module(_name))
 
 
 class _ActivationLimit(BudgetSource):
@@ -306,33 +391,3 @@ class _ActivationLimit(BudgetSource):
     def budget(self, plans: Plans, profile: Profile) -> Budget:
         """All of the limit is for the chain."""
         return Budget(resolve_limit(self.limit, profile.chain.device))
-
-
-# ---------------------- Names in a state dict, and in its metadata (versions of layers), are those without the wrapper.
-
-
-def _without_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    _rename(state_dict, f"{prefix}{_WRAPPED}.", prefix)
-
-
-def _with_prefix(module: Checkpointable, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    module._prefix = prefix
-    _rename(state_dict, prefix, f"{prefix}{_WRAPPED}.")
-
-
-def _rename(state_dict: dict[str, Any], source: str, target: str) -> None:
-    """Let names that begin with one prefix begin with another one; entries of the metadata get both names."""
-    for key in [key for key in state_dict if key.startswith(source)]:
-        state_dict[target + key[len(source) :]] = state_dict.pop(key)
-    # Under both, as torch asks for the wrapper's when it loads a module around the wrapper. They end without a dot.
-    metadata = metadata_of(state_dict)
-    dotted = {f"{key}.".lstrip("."): value for key, value in metadata.items()}
-    metadata.update(
-        {f"{target}{key[len(source) :]}"[:-1]: value for key, value in dotted.items() if key.startswith(source)}
-    )
-
-
-def _spelled_without(module: Checkpointable, incompatible: Any) -> None:
-    inner = f"{module._prefix}{_WRAPPED}."
-    for keys in incompatible:
-        keys[:] = [module._prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]

@@ -1,13 +1,14 @@
 """Lightning callbacks. The only part of the package, with the strategies, that needs Lightning."""
 
-try:
-    import lightning.pytorch  # noqa: F401
-except ModuleNotFoundError as error:
+from lightning_rotor.private.lightning_names import installed
+
+if not installed():
     raise ModuleNotFoundError(
-        "RotorCallback needs Lightning, which is not installed: expected the package 'lightning'. Install it with "
-        "'pip install lightning', or use lightning_rotor.Checkpointable without it",
-        name=error.name,
-    ) from error
+        "RotorCallback needs Lightning, which is not installed: expected the package 'lightning' or "
+        "'pytorch_lightning', 2.6 or newer. Install it with 'pip install lightning', or use "
+        "lightning_rotor.Checkpointable without it",
+        name="lightning",
+    )
 
 from lightning_rotor.callbacks.batch_size_advice import RotorBatchSizeAdvice
 from lightning_rotor.callbacks.rotor_callback import RotorCallback

@@ -1,26 +1,32 @@
 """The best batch size under a memory limit, before training starts."""
 
-import logging
-from typing import Any
+from __future__ import annotations
 
-import lightning.pytorch as pl
+import logging
+from typing import TYPE_CHECKING, Any
+
 import torch
-from lightning.pytorch.utilities.parsing import lightning_hasattr, lightning_setattr
 from rich.console import Console
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.isolated import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
-from lightning_rotor.private.lightning_names import reset_loaders
+from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes, parse_limit
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback
+else:
+    Callback = private.joined("callbacks.Callback")
+
 _log = logging.getLogger(__name__)
 
 
-class RotorBatchSizeAdvice(pl.Callback):
+class RotorBatchSizeAdvice(Callback):
     """Finds the batch size with the best predicted samples per second under a limit, and sets it if asked to.
 
     Lightning's ``BatchSizeFinder`` trains with one size after another until memory runs out, and takes the largest.
@@ -68,7 +74,9 @@ class RotorBatchSizeAdvice(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure with the first batch of the training dataloader, and predict."""
-        if self._set_batch_size and not lightning_hasattr(pl_module, self._batch_arg_name):
+        if self._set_batch_size and not private.function("utilities.parsing.lightning_hasattr")(
+            pl_module, self._batch_arg_name
+        ):
             raise ModelError(
                 f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its "
                 "hparams or the LightningDataModule. Name another one with batch_arg_name, or leave out "
@@ -96,8 +104,8 @@ class RotorBatchSizeAdvice(pl.Callback):
         best = self.advice.best
         _log.info("best batch size within %s: %d", format_bytes(self.advice.limit_bytes), best.batch_size)
         if self._set_batch_size:
-            lightning_setattr(pl_module, self._batch_arg_name, best.batch_size)
-            reset_loaders(trainer)
+            private.function("utilities.parsing.lightning_setattr")(pl_module, self._batch_arg_name, best.batch_size)
+            private.reset_loaders(trainer)
 
     def _advise(self, loop: TrainerLoop, batch: Any, limit_bytes: int) -> BatchSizeAdvice:
         model = loop.model

@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +24,18 @@ from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
 from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch import Callback
+    from lightning.pytorch.loggers import Logger
+else:
+    Callback = private.joined("callbacks.Callback")
+
 _log = logging.getLogger(__name__)
+
+_TENSORBOARD = private.each("loggers.TensorBoardLogger")
+_WANDB = private.each("loggers.WandbLogger")
+_MLFLOW = private.each("loggers.MLFlowLogger")
 
 # -------------------------------------------------- A plan, seen from the whole training process: what users are shown.
 
@@ -127,7 +135,7 @@ def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, 
     """Give settings to every logger, before the Trainer gives those of the model."""
     for logger in trainer.loggers:
         named = _named(logger, prefix, values)
-        if isinstance(logger, TensorBoardLogger):
+        if isinstance(logger, _TENSORBOARD):
             # It reads the first set that is written, and no other: those that the Trainer is about to log go with it.
             for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
                 if owner is not None and private.logs_hyperparameters(owner):
@@ -138,7 +146,7 @@ def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, 
 
 def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
     """Give memory over one step, as a figure, and the stages, as text, to the loggers that take such things."""
-    loggers = [each for each in trainer.loggers if isinstance(each, (TensorBoardLogger, WandbLogger, MLFlowLogger))]
+    loggers: list[Any] = [each for each in trainer.loggers if isinstance(each, (*_TENSORBOARD, *_WANDB, *_MLFLOW))]
     if not loggers:
         return
     text, step, figure = rendered(shown.table(), stage_table(shown.plan)), private.logging_step(trainer), None
@@ -148,20 +156,19 @@ def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
         _log.info("RotorCallback logs no picture of the plan: %s", error)
     for logger in loggers:
         plan, timeline = _named(logger, prefix, {"plan": text, "timeline": figure})
-        match logger:
-            case TensorBoardLogger():
-                indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown keeps columns in line
-                logger.experiment.add_text(plan, indented, step)
-                if figure is not None:
-                    logger.experiment.add_figure(timeline, figure, step)
-            case WandbLogger():
-                logger.log_text(plan, columns=["plan"], data=[[text]], step=step)
-                if figure is not None:
-                    logger.log_image(timeline, [figure], step=step)
-            case MLFlowLogger():
-                logger.experiment.log_text(logger.run_id, text, f"{plan}.txt")
-                if figure is not None:
-                    logger.experiment.log_figure(logger.run_id, figure, f"{timeline}.png")
+        if isinstance(logger, _TENSORBOARD):
+            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown keeps columns in line
+            logger.experiment.add_text(plan, indented, step)
+            if figure is not None:
+                logger.experiment.add_figure(timeline, figure, step)
+        elif isinstance(logger, _WANDB):
+            logger.log_text(plan, columns=["plan"], data=[[text]], step=step)
+            if figure is not None:
+                logger.log_image(timeline, [figure], step=step)
+        else:
+            logger.experiment.log_text(logger.run_id, text, f"{plan}.txt")
+            if figure is not None:
+                logger.experiment.log_figure(logger.run_id, figure, f"{timeline}.png")
 
 
 def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, 
 # -------------------------------------------------------------------------------------------------- The callback.
 
 
-class RotorCallback(pl.Callback):
+class RotorCallback(Callback):
     """Keeps training inside a memory limit by recomputing activations, as few as possible, with bit-equal results.
 
     At the first training batch the callback measures the modules with most of the compute, plans them and runs the
@@ -293,7 +300,7 @@ class RotorCallback(pl.Callback):
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
             _log_hyperparameters(trainer, type(self).__qualname__, settings)
-            if not is_overridden("configure_model", pl_module):
+            if not private.is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from typing_extensions import Self, override
 
@@ -29,10 +24,15 @@ from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import PLAIN
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_takes_argument = private.function("utilities.signature_utils.is_param_in_hook_signature")
+
 # ------------- A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
 
 
-def _isolate(module: pl.LightningModule, trainer: _TrainerStandIn) -> None:
+def _isolate(module: nn.Module, trainer: _TrainerStandIn) -> None:
     if private.compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
@@ -112,7 +112,7 @@ def first_call(
     run, found = getattr(model, step), list[tuple[Call, Settings]]()
     arguments, silence = [batch], Silence()
     for number, name in enumerate(("batch_idx", "dataloader_idx"), 2):
-        if is_param_in_hook_signature(run, name, min_args=number):
+        if _takes_argument(run, name, min_args=number):
             arguments.append(0)
 
     @outside_of_graphs
@@ -148,10 +148,12 @@ class TrainerLoop(TrainingLoop):
         self.model, self.trainer = model, trainer
         self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
-        self.may_be_whole = is_overridden("forward", model) and not self.is_compiled
+        self.may_be_whole = private.is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
         self.local_processes = int(trainer.num_devices)
-        self.profiler_is_taken = isinstance(getattr(trainer, "profiler", None), PyTorchProfiler)
+        self.profiler_is_taken = isinstance(
+            getattr(trainer, "profiler", None), private.each("profilers.PyTorchProfiler")
+        )
         # Tuners take all callbacks out while one tries another batch.
         self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
         self.device = lambda: model.device
@@ -178,13 +180,13 @@ class TrainerLoop(TrainingLoop):
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step, as far as a dry run of ``training_step`` on a copy comes."""
         training_step, stand_in = self.model.training_step, _TrainerStandIn(self.trainer)
-        if is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
+        if _takes_argument(training_step, "dataloader_iter", explicit=True):
             raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
-        numbered = is_param_in_hook_signature(training_step, "batch_idx", min_args=2)
+        numbered = _takes_argument(training_step, "batch_idx", min_args=2)
 
         def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> None:
             for module in copy.modules():
-                if isinstance(module, pl.LightningModule):
+                if private.lightning_module_class(module) is not None:
                     _isolate(module, stand_in)
             with self.trainer.precision_plugin.train_step_context():
                 copy.on_train_batch_start(inputs[0], batch_idx)
@@ -221,7 +223,7 @@ class TrainerLoop(TrainingLoop):
 
 
 @outside_of_graphs
-def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
     """Stands in for ``type(self).log``. Bound and named like it: copies and pickles of modules then get their own."""
     require_unrecorded("it logs (self.log), which no trace would do again")
     if not is_recomputing():
@@ -231,7 +233,7 @@ def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
 def hush(model: pl.LightningModule) -> None:
     """Let a model and all modules in it log nothing while their code runs again."""
     for module in model.modules():
-        if isinstance(module, LightningModule) and "log" not in module.__dict__:
+        if private.lightning_module_class(module) is not None and "log" not in module.__dict__:
             module.__dict__["log"] = MethodType(log, module)
 
 

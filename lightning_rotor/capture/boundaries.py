@@ -34,7 +34,7 @@ from lightning_rotor.capture.operations import is_invertible_as_a_whole, words
 from lightning_rotor.capture.recorder import Recording
 from lightning_rotor.capture.writer import OpMemory
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.values import tree_unflatten
+from lightning_rotor.private.values import attribute_of, tree_unflatten
 from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
 
 # -------------------------------------------------------------------- Names of stages in the user's terms.
@@ -227,7 +227,7 @@ class _Lives:
         # Such a stage cannot start behind a cut: the profiler would merge the two.
         target = node.meta[OF] if node.op == "call_module" else node.target
         return (
-            bool(getattr(target, "inplace", False))
+            attribute_of(target, "inplace") is True
             or node.kwargs.get("inplace") is True
             or target in (*IN_PLACE, operator.setitem)
             or (node.op == "call_method" and str(target).endswith("_") and not str(target).endswith("__"))

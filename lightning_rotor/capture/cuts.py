@@ -270,7 +270,8 @@ class _Attempts:
             except Exception as error:
                 notes.restore()
                 before.restore()
-                return _Attempt(recorder, None, recorder.calls.culprit or module, _reason(error))
+                culprit = module if recorder.calls.culprit is None else recorder.calls.culprit
+                return _Attempt(recorder, None, culprit, _reason(error))
             finally:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
@@ -417,6 +418,16 @@ def _has_layers(stage: Stage) -> bool:
 def check_module(module: nn.Module) -> None:
     """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            f"{name} was scripted or traced (torch.jit), which leaves no Python code to cut: expected the module as it "
+            "was before, or one around it that has other layers, too"
+        )
+    if "_planned" in module.__dict__:
+        raise ModelError(
+            f"this {name} plans its module by itself: expected one of both, RotorCallback on the module without the "
+            "Checkpointable around it, or a Checkpointable without RotorCallback"
+        )
     if wrapped := units_below(module, "FullyShardedDataParallel"):
         raise ModelError(
             f"{name} holds modules that FullyShardedDataParallel wraps (the first is {wrapped[0]!r}), which gathers "

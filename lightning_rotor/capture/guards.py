@@ -44,10 +44,13 @@ from lightning_rotor.stages.sequential import has_own_call, packed
 from lightning_rotor.stages.snapshot import (
     CLASS_ENTRIES,
     ENTRIES,
+    GENERATORS,
     OWN_THREAD,
     PLAIN,
     Kind,
     Snapshot,
+    entries_of,
+    length_of,
     namespace_of,
     slot,
     slots_of,
@@ -153,7 +156,7 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
 def _spelled(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.Tensor
-    return type(leaf), repr(leaf) if isinstance(leaf, (slice, float)) else leaf
+    return type(leaf), float.__repr__(leaf) if isinstance(leaf, float) else repr(leaf) if type(leaf) is slice else leaf
 
 
 def _layout(tensor: torch.Tensor) -> Any:
@@ -222,6 +225,7 @@ class Copies:
         self._follows_objects = objects
         self._found: dict[int, Any] = {}  # copies of containers, so that one in itself comes to an end
         self._rows: dict[int, Any] = {}
+        self._users: dict[int, Any] = {}  # rows of a class of the user's
         self._tables: dict[int, dict[Any, Any]] = {}
         self._others: dict[int, Any] = {}
 
@@ -230,11 +234,17 @@ class Copies:
         kind, plain = type(value), _plain(value)
         if plain is not None:
             return plain
-        if isinstance(value, FILLED) and len(entries := entries_of(value)) <= MOST_COMPARED:
+        if issubclass(kind, FILLED) and length_of(value) <= MOST_COMPARED:
             if id(value) in self._found:
                 return self._found[id(value)]
             self._found[id(value)] = kind, len(self._found)
-            (self._tables if isinstance(value, dict) else self._rows)[id(value)] = value  # type: ignore[assignment]
+            entries = contents_of(value)
+            if issubclass(kind, dict):
+                self._tables[id(value)] = value
+            elif kind in FILLED:
+                self._rows[id(value)] = value
+            else:
+                self._users[id(value)] = value
             kinds = tuple(map(type, entries))
             copy = (kind, kinds, entries) if _FIXED.issuperset(kinds) else (kind, tuple(map(self.of, entries)))
             self._found[id(value)] = copy
@@ -247,7 +257,7 @@ class Copies:
         if state is not None:
             self._others[id(value)] = value
             return Same(value), state
-        if not self._follows_objects or isinstance(value, (nn.Module, type)):
+        if not self._follows_objects or issubclass(kind, (nn.Module, type)):
             return Same(value)
         namespace = namespace_of(value) or {}
         if slots_of(kind):
@@ -259,18 +269,23 @@ class Copies:
     def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
         """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
         self._read, self._sized = read, (*sized, *self._rows.values())
-        self._lengths, self._seen = list(map(len, self._sized)), Objects(self._now())
+        self._lengths, self._seen = self._lengths_now(), Objects(self._now())
         self._states = list(map(_state_or_slots, self._others.values()))
 
     def hold(self) -> bool:
         """True if surely nothing has changed since; another object that is equal is a change."""
-        if list(map(len, self._sized)) != self._lengths or not self._seen.are(self._now()):
+        if self._lengths_now() != self._lengths or not self._seen.are(self._now()):
             return False
         return list(map(_state_or_slots, self._others.values())) == self._states
 
     def _now(self) -> tuple[Any, ...]:
         rows, tables = self._rows.values(), self._tables.values()
-        return (*self._read(), *chain(*rows), *chain(*tables), *chain.from_iterable(map(dict.values, tables)))
+        keys, values = chain.from_iterable(map(dict.keys, tables)), chain.from_iterable(map(dict.values, tables))
+        users = chain.from_iterable(map(entries_of, self._users.values()))
+        return (*self._read(), *chain(*rows), *keys, *values, *users)
+
+    def _lengths_now(self) -> list[int]:
+        return [*map(len, self._sized), *map(length_of, self._users.values())]
 
 
 def _plain(value: Any) -> Any:
@@ -278,7 +293,7 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return kind, repr(value) if kind is float else value
-    return (kind, value.tobytes()) if isinstance(value, np.generic) else None
+    return (kind, value.tobytes()) if issubclass(kind, np.generic) else None
 
 
 def _entry(value: Any) -> Any:
@@ -298,24 +313,25 @@ MOST_COMPARED, MOST_COMPARED_BYTES = 20_000, 1024**2
 """Entries of a container, and bytes of an array, that are compared at each call."""
 
 
-def entries_of(container: Any) -> tuple[Any, ...]:
-    """Entries of a container; keys come before values."""
+def contents_of(container: Any) -> tuple[Any, ...]:
+    """Entries of a container; of a dict, keys come before values."""
     # Not the methods of a class of the user's, which may make its entries anew whenever they are asked for.
-    if isinstance(container, dict):
-        return *dict.keys(container), *dict.values(container)
-    base = next(base for base in FILLED if isinstance(container, base))
-    return tuple(base.__iter__(container))
+    values = dict.values(container) if issubclass(type(container), dict) else ()
+    return *entries_of(container), *values
 
 
 def _state_of(value: Any) -> Any:
     """Version of a tensor, length of a long list, bytes of an array, state of a generator; None for all else."""
-    if isinstance(value, torch.Tensor):
+    kind = type(value)  # an object may refuse to be asked for its class
+    if issubclass(kind, torch.Tensor):
         return version_of(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:
+    if issubclass(kind, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:
         return value.shape, value.dtype.str, value.tobytes()
-    if isinstance(value, (bytearray, array)):
+    if issubclass(kind, (bytearray, array)):
         return bytes(value)
-    return len(entries_of(value)) if isinstance(value, FILLED) else generator_state(value)
+    if issubclass(kind, FILLED):
+        return length_of(value)
+    return generator_state(value) if issubclass(kind, GENERATORS) else None
 
 
 def _state_or_slots(value: Any) -> Any:

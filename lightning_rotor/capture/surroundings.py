@@ -47,12 +47,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_rotor.capture.guards import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, Notes, Place, entries_of
+from lightning_rotor.capture.guards import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, Notes, Place, contents_of
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import attributes_of
 from lightning_rotor.stages import snapshot as kinds
-from lightning_rotor.stages.snapshot import PLAIN, globals_of, is_users, is_users_class, namespace_of, slots_of
+from lightning_rotor.stages.snapshot import (
+    PLAIN,
+    globals_of,
+    is_users,
+    is_users_class,
+    length_of,
+    namespace_of,
+    slots_of,
+)
 
 Functions: TypeAlias = Callable[[], Mapping[CodeType, Sequence[FunctionType]]]
 _MOST_VALUES = 20_000
@@ -263,7 +271,7 @@ def _is_code(name: str, value: Any) -> bool:
 
 def _require_comparable(value: Any, where: str) -> None:
     """Raise ``UntraceableError`` if a value takes too long to compare at each call."""
-    if isinstance(value, FILLED) and len(entries_of(value)) > MOST_COMPARED:
+    if isinstance(value, FILLED) and length_of(value) > MOST_COMPARED:
         what = f"more than {MOST_COMPARED} entries"
     elif isinstance(value, np.ndarray) and (value.nbytes > MOST_COMPARED_BYTES or value.dtype.hasobject):
         what = f"an array of {value.nbytes} bytes of {value.dtype}"
@@ -279,9 +287,9 @@ def _parts_of(value: Any) -> Iterable[Any]:
     """What is in a container or a callable."""
     if isinstance(value, (set, frozenset)):
         # Registers of classes are sets, of which code asks who is in it: transformers has one of 60.
-        return [entry for entry in entries_of(value) if not isinstance(entry, type)]
+        return [entry for entry in contents_of(value) if not isinstance(entry, type)]
     if isinstance(value, FILLED):
-        return entries_of(value)
+        return contents_of(value)
     if isinstance(value, VIEWS):
         return gc.get_referents(value)
     match value:

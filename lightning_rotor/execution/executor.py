@@ -203,9 +203,9 @@ class Stopwatch:
             self._found.append(([times[:2], times[2:]], laps))
 
         for node in _nodes_of(output):
-            node.register_prehook(begin)
+            private.before_node(node, begin)
         for node in sources:
-            node.register_prehook(note)
+            private.before_node(node, note)
         return output
 
     @contextmanager
@@ -411,5 +411,5 @@ def await_backward(output: Any, value: Any, *, once: bool) -> ReferenceType[Pend
     for tensor in tree_leaves(output):
         # Inputs that are handed through belong to the caller's graph.
         if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None and id(tensor.grad_fn) not in given:
-            tensor.grad_fn.register_prehook(pending)
+            private.before_node(tensor.grad_fn, pending)
     return ref(pending)

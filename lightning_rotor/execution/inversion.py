@@ -84,8 +84,8 @@ def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Ten
         return [None for _ in inputs]
     edges, gradients = zip(*roots, strict=True)
     known = set(map(id, learning))
-    leaves = (getattr(node, "variable", None) for node in graph_behind(edge.node for edge in edges))
-    other = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and id(leaf) not in known), None)
+    leaves = map(private.leaf_of_node, graph_behind(edge.node for edge in edges))
+    other = next((leaf for leaf in leaves if leaf is not None and id(leaf) not in known), None)
     if other is not None:
         raise ExecutionError(
             f"{name!r} uses a tensor of shape {tuple(other.shape)} that requires a gradient and is neither its "

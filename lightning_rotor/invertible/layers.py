@@ -26,6 +26,7 @@ from lightning_rotor.execution.inversion import (
 )
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
+from lightning_rotor.private.values import attribute_of
 from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
 
@@ -114,11 +115,11 @@ def _may_draw(module: nn.Module) -> bool:
     if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
         return True
     if isinstance(module, DRAWING):
-        probability = getattr(module, "p", 0.0) or getattr(module, "dropout", 0.0)
+        probability = attribute_of(module, "p", 0.0) or attribute_of(module, "dropout", 0.0)
         return module.training and bool(probability or isinstance(module, nn.RReLU))
     is_torchs = type(module).__module__.startswith("torch.")
     has_hooks = has_forward_hooks(module)
-    return module.training and (has_hooks or not (is_torchs or getattr(module, "draws_by_parts", False)))
+    return module.training and (has_hooks or not (is_torchs or attribute_of(module, "draws_by_parts", False)))
 
 
 def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from lightning_rotor.private.torch_names import (
     outside_of_graphs,
     shares_weights,
 )
-from lightning_rotor.private.values import call_with, check_sample, tree_leaves, uncounted_copy
+from lightning_rotor.private.values import attribute_of, call_with, check_sample, tree_leaves, uncounted_copy
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
@@ -149,7 +149,7 @@ class KeyValueCaches:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        known = (getattr(each, "config", None) for each in module.modules())
+        known = (attribute_of(each, "config") for each in module.modules())
         configs = {id(config): config for config in known if _is_of_transformers(type(config))}
         # Set in their namespaces, as their classes take microseconds to set an attribute.
         self._configs = [vars(each) for each in configs.values() if vars(each).get("use_cache") is True]
@@ -345,7 +345,8 @@ class PlannedForward:
         if not self._module.training:
             self._module.train()
         try:
-            return self.plans.measure(*self.plans.bind(args, kwargs)).profile
+            with self._caches.off():
+                return self.plans.measure(*self.plans.bind(args, kwargs)).profile
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -1,10 +1,92 @@
-"""Private names of Lightning 2.6 and torchmetrics 1, neither of which needs to be there."""
+"""The two packages that Lightning comes as, and private names of Lightning 2.6 and torchmetrics 1; none is required."""
 
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
+
+# ----- Lightning is published as two packages with the same code, whose classes are different ones. A Trainer takes
+# callbacks, strategies and models of its own package alone, and programs of others are written for either.
+
+LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
+_OLDEST = (2, 6)
+
+
+@cache
+def installed() -> tuple[ModuleType, ...]:
+    """Those packages of Lightning that are installed, and new enough. The second one costs a quarter of a second."""
+    found = []
+    for name in LIGHTNINGS:
+        try:
+            package = import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name not in (name, name.partition(".")[0]):
+                raise
+            continue
+        version = import_module(name.partition(".")[0]).__version__
+        if tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST:
+            found.append(package)
+    return tuple(found)
+
+
+@cache
+def each(path: str) -> tuple[Any, ...]:
+    """What each installed Lightning has under a path, such as the classes ``"loggers.TensorBoardLogger"``."""
+    module, _, name = path.rpartition(".")
+    return tuple(getattr(import_module(f".{module}", package.__name__), name) for package in installed())
+
+
+def function(path: str) -> Any:
+    """A function of Lightning by its path, of either package: one that asks for no object's class."""
+    return each(path)[0]
+
+
+@cache
+def joined(path: str, first: str = LIGHTNINGS[0]) -> Any:
+    """A class to derive from that is one of each installed Lightning; the code that runs is the ``first`` one's."""
+    found = sorted(each(path), key=lambda kind: not _is_of(kind, first))
+    return found[0] if len(found) == 1 else type(found[0])(found[0].__name__, tuple(found), {})
+
+
+def follow(kind: type, path: str, part: Any) -> None:
+    """Let a class that derives from :func:`joined` run the code of the Lightning that a part of the Trainer is of.
+
+    Strategies assert that models are of their own Lightning. Trainers of both in one process take turns.
+    """
+    name = next((name for name in LIGHTNINGS if any(_is_of(base, name) for base in type(part).__mro__)), LIGHTNINGS[0])
+    if kind.__bases__ != (base := (joined(path, name),)):
+        kind.__bases__ = base
+
+
+def _is_of(kind: type, package: str) -> bool:
+    return kind.__module__.startswith(f"{package}.")
+
+
+def lightning_module_class(module: Any) -> type | None:
+    """The LightningModule that an object's class derives from, or None. No Lightning is imported for the answer."""
+    return next(
+        (
+            kind
+            for kind in type(module).__mro__
+            if kind.__name__ == "LightningModule" and any(_is_of(kind, package) for package in LIGHTNINGS)
+        ),
+        None,
+    )
+
+
+def is_overridden(name: str, module: Any) -> bool:
+    """True if a LightningModule has a method of its own."""
+    from lightning_utilities.core.overrides import is_overridden as differs
+
+    parent = lightning_module_class(module)
+    return parent is not None and bool(differs(name, module, parent))
+
+
+# -------------------------------------------------------------------- private names
 
 TRAINERS = ("_trainer", "_fabric")
 """Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden."""
@@ -43,16 +125,13 @@ def before_batch_transfer(module: Any, batch: Any, loader: int = 0) -> Any:
 
 def reset_loaders(trainer: Any) -> None:
     """Let the Trainer ask for its loaders anew, as its batch size finder does after each size."""
-    from lightning.pytorch.tuner.batch_size_scaling import _reset_dataloaders
-
-    _reset_dataloaders(trainer)
+    function("tuner.batch_size_scaling._reset_dataloaders")(trainer)
 
 
 def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
     """What ``configure_optimizers`` returns in its many forms, as a list. Only strategies make them in public."""
-    from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-
-    optimizers: list[torch.optim.Optimizer] = _init_optimizers_and_lr_schedulers(module)[0]
+    make = function("core.optimizer._init_optimizers_and_lr_schedulers")
+    optimizers: list[torch.optim.Optimizer] = make(module)[0]
     return optimizers
 
 

@@ -241,6 +241,25 @@ def _stamp(tensor: torch.Tensor, *, of_storage: bool) -> int:
         return 0
 
 
+# A node of autograd's graph that is the context of the user's Function has whatever attributes its forward has set, with
+# names of torch's methods, too. So the class is asked.
+
+
+def name_of_node(node: Any) -> str:
+    """``node.name()``."""
+    return str(type(node).name(node))
+
+
+def before_node(node: Any, hook: Callable[..., Any]) -> Any:
+    """``node.register_prehook(hook)``."""
+    return type(node).register_prehook(node, hook)
+
+
+def leaf_of_node(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient a node accumulates; None for a node that does something else."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor as it is. ``indices()`` and ``values()`` want it coalesced."""
     return tensor._indices(), tensor._values()
@@ -341,11 +360,6 @@ def shares_weights(module: nn.Module) -> bool:
     return bool(parametrize._cache_enabled) and any(map(parametrize.is_parametrized, module.modules()))
 
 
-def metadata_of(state_dict: Any) -> dict[str, Any]:
-    """Versions of modules by path, which ``load_state_dict`` hands to them; empty in a dict of the user's own."""
-    return getattr(state_dict, "_metadata", {})
-
-
 # -------------------------------------------------------------------- torch.compile
 
 
@@ -376,7 +390,7 @@ INNER = "_orig_mod"
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """True after ``module.compile()``."""
-    return getattr(module, COMPILED_CALL, None) is not None
+    return module.__dict__.get(COMPILED_CALL) is not None
 
 
 def is_compiler_wrapper(module: nn.Module) -> bool:

@@ -46,6 +46,14 @@ __all__ = [
 # --------------------- Containers that torch's pytree does not know by itself, and what user code does with containers.
 
 
+def attribute_of(owner: Any, name: str, default: Any = None) -> Any:
+    """An attribute that an object or its class has by itself. A ``__getattr__`` of the user's may raise anything."""
+    try:
+        return object.__getattribute__(owner, name)
+    except Exception:  # a property of the user's, too
+        return default
+
+
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     """``tree_flatten`` that also looks into dataclasses and attrs objects: it registers their classes."""
     leaves, spec = tree_flatten(value)
@@ -59,12 +67,16 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     return flatten(value) if records else (leaves, spec)
 
 
+_MISSING = object()
+
+
 def _taken_apart(record: Any) -> tuple[list[Any], Any]:
     """The values of an object's fields, and of what else was set; and what makes such an object of them again."""
     declared = fields(record) if is_dataclass(record) else type(record).__attrs_attrs__
-    names = (*(field.name for field in declared), *getattr(record, "__dict__", ()))
-    names = tuple(dict.fromkeys(name for name in names if hasattr(record, name)))
-    return [getattr(record, name) for name in names], (type(record), names)
+    names = dict.fromkeys((*(field.name for field in declared), *attribute_of(record, "__dict__", ())))
+    found = {name: attribute_of(record, name, _MISSING) for name in names}
+    found = {name: value for name, value in found.items() if value is not _MISSING}
+    return list(found.values()), (type(record), tuple(found))
 
 
 def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
@@ -90,8 +102,7 @@ def watch_containers(value: Any) -> Callable[[], bool]:
     def changed() -> bool:
         now, structure = tree_flatten(value)
         return structure != spec or any(
-            (was() if isinstance(leaf, torch.Tensor) and isinstance(was, ref) else was) is not leaf
-            for was, leaf in zip(before, now, strict=True)
+            (was() if type(was) is ref else was) is not leaf for was, leaf in zip(before, now, strict=True)
         )
 
     return changed

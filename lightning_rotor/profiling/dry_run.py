@@ -31,11 +31,19 @@ from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent
 from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.messages import copied_as_they_are
-from lightning_rotor.private.values import is_fake, same_bits, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import (
+    attribute_of,
+    is_fake,
+    same_bits,
+    tensors_in,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.stages.generators import GeneratorStates, drawn_since, others_may_draw
 from lightning_rotor.stages.sequential import Stage, wiring_of
-from lightning_rotor.stages.snapshot import Snapshot, code_of
+from lightning_rotor.stages.snapshot import PLAIN, Snapshot, code_of
 
 _aten = torch.ops.aten
 T = TypeVar("T")
@@ -75,7 +83,7 @@ def fake_copy(
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
         for kind in private.HOOKS:
-            hooks = getattr(module, kind)
+            hooks = module.__dict__[kind]
             for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
                 del hooks[key]
         if _is_metric(module):
@@ -92,7 +100,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 def _is_metric(module: nn.Module) -> bool:
     """True for a metric of torchmetrics, or one like it; False for a collection, which holds metrics."""
     return (
-        all(callable(getattr(module, name, None)) for name in ("update", "compute", "reset"))
+        all(callable(attribute_of(module, name)) for name in ("update", "compute", "reset"))
         and not module._modules
         and next(module.parameters(), None) is None
     )
@@ -378,4 +386,8 @@ def _agree(one: list[Any], other: list[Any]) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)
-    return one.equals(other) if isinstance(one, GeneratorStates) else type(one) is type(other) and bool(one == other)
+    if isinstance(one, GeneratorStates):
+        return one.equals(other)
+    # A class of the user's that derives from a number or a text may compare as it likes.
+    base = next((base for base in PLAIN if issubclass(type(one), base)), object)
+    return type(one) is type(other) and (one is other or base.__eq__(one, other) is True)

@@ -27,7 +27,7 @@ from lightning_rotor.execution.isolated import draws_seen, kept_attributes, kept
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.messages import NOT_ARRIVED, is_on_its_way
 from lightning_rotor.private.sharding import gathered, units_in
-from lightning_rotor.private.torch_names import is_compiled, noticed_checkpoints, version_of
+from lightning_rotor.private.torch_names import is_compiled, name_of_node, noticed_checkpoints, version_of
 from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
@@ -309,7 +309,7 @@ def _look(
 def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
     """True if an RReLU made these outputs: it saves its noise, where a recomputation may end, before it draws it."""
     nodes = graph_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
-    return any(node.name().startswith("Rrelu") for node in nodes)
+    return any(name_of_node(node).startswith("Rrelu") for node in nodes)
 
 
 def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:

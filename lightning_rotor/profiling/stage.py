@@ -22,7 +22,7 @@ from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.inversion import Output, Way, run_inverted
 from lightning_rotor.execution.passes import buffers_of, run_stage
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.private.torch_names import is_compiled, sparse_parts, version_of
+from lightning_rotor.private.torch_names import is_compiled, name_of_node, sparse_parts, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_leaves
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.profiling.ranks import Ranks
@@ -215,7 +215,8 @@ class _Saves:
         if self.is_over and self.read == 1:
             self.recording.mark("unpack")
         if version_of(tensor) != version:  # autograd does not compare those of what a hook has packed
-            changer = f", changed by {tensor.grad_fn.name().removesuffix('Backward0')}" if tensor.grad_fn else ""
+            node = tensor.grad_fn
+            changer = "" if node is None else f", changed by {name_of_node(node).removesuffix('Backward0')}"
             raise ModelError(
                 f"stage {self._stage!r} changes a tensor in place that its backward needs as it was (shape "
                 f"{tuple(tensor.shape)}{changer}): plain training fails here, too, but a recomputation "

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import address_of, tree_leaves
+from lightning_rotor.private.values import address_of, attribute_of, tree_leaves
 from lightning_rotor.skip import Key, Skippable, verify_layers
 
 # ----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class Stage:
     @property
     def invertible(self) -> nn.Module | None:
         """The only module that the stage runs if it has an inverse, else None."""
-        module: nn.Module | None = getattr(self.modules[0], "only_module", self.modules[0])
+        module: nn.Module | None = attribute_of(self.modules[0], "only_module", self.modules[0])
         return module if len(self.modules) == 1 and is_invertible(module) else None
 
     @property
@@ -187,7 +187,7 @@ class Stage:
 
     def calls(self) -> Iterator[nn.Module]:
         """The user's modules that it calls by itself, each once."""
-        yield from dict.fromkeys(each for module in self.modules for each in getattr(module, _CALLED, (module,)))
+        yield from dict.fromkeys(each for module in self.modules for each in attribute_of(module, _CALLED, (module,)))
 
     def called_modules(self) -> Iterator[nn.Module]:
         """The user's modules that it calls and all below them, each once."""
@@ -196,7 +196,7 @@ class Stage:
     def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters, buffers and attributes that it reads without calling their module: who has them, and the name."""
         for module in self.modules:
-            if hasattr(module, _CALLED):
+            if attribute_of(module, _CALLED) is not None:
                 yield from module.reads  # type: ignore[misc]
 
     def submodules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -273,7 +273,7 @@ def has_own_code(module: nn.Module) -> bool:
 def has_own_call(module: nn.Module) -> bool:
     """True if calling a module does more than its class's forward: hooks, also for all modules, or compiled code."""
     return (
-        any(getattr(module, name) for name in private.HOOKS)
+        any(module.__dict__[name] for name in private.HOOKS)
         or private.any_hooks_of_all()
         or "forward" in module.__dict__
         or private.is_compiled_in_place(module)
@@ -344,13 +344,13 @@ class Reversible(Invertible, Protocol):
 
 def is_invertible(module: object) -> bool:
     """True if a module has an ``inverse``, right or not: see :func:`~lightning_rotor.invertible.check_inverse`."""
-    inverse = getattr(module, "inverse", None)
+    inverse = attribute_of(module, "inverse")
     return callable(inverse) and not isinstance(inverse, torch.nn.Module)  # a layer may have that name
 
 
 def has_fused_backward(module: object) -> bool:
     """True if a module has a ``reversible_backward`` besides its ``inverse``."""
-    return is_invertible(module) and callable(getattr(module, "reversible_backward", None))
+    return is_invertible(module) and callable(attribute_of(module, "reversible_backward"))
 
 
 def require_invertible(module: object, *, name: str) -> None:

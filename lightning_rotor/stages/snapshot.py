@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import is_fake, uncounted_copy
+from lightning_rotor.private.values import attribute_of, is_fake, uncounted_copy
 from lightning_rotor.stages.generators import rewinding
 
 SMALL_BYTES = 64 * 1024
@@ -54,8 +54,8 @@ _LIBRARIES = frozenset(
 )  # fmt: skip
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that never change."""
-_GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
-_DATA = (*PLAIN, list, dict, set, deque, tuple, torch.Tensor, np.ndarray, nn.Module, type, ContextVar, *_GENERATORS)
+GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
+_DATA = (*PLAIN, list, dict, set, deque, tuple, torch.Tensor, np.ndarray, nn.Module, type, ContextVar, *GENERATORS)
 
 
 class Snapshot:
@@ -196,6 +196,8 @@ class Snapshot:
             for parameter in attributes["_parameters"].values():
                 self._pending += () if parameter is None else private.gradient_hooks(parameter)
         if type(module).__module__.startswith("lightning_rotor."):
+            # A Checkpointable has its module as a plain attribute.
+            self._pending += [value for value in attributes.values() if isinstance(value, nn.Module)]
             return
         self._kept.append((_NAMESPACE, attributes, dict(attributes)))
         self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
@@ -220,7 +222,7 @@ class Snapshot:
             self._pending += table.values()
 
     def _list(self, value: Any) -> None:
-        entries = [*(list if isinstance(value, list) else deque).__iter__(value)]
+        entries = entries_of(value)
         self._kept.append((_LIST, value, entries))
         self._pending += entries if len(entries) <= MOST_ENTRIES else ()
 
@@ -230,10 +232,10 @@ class Snapshot:
         self._pending += entries.values() if len(entries) <= MOST_ENTRIES else ()
 
     def _set(self, value: Any) -> None:
-        self._kept.append((_SET, value, set(value)))
+        self._kept.append((_SET, value, set(value)))  # which calls no method of a set
 
     def _tuple(self, value: Any) -> None:
-        self._pending += value if len(value) <= MOST_ENTRIES else ()
+        self._pending += entries_of(value) if length_of(value) <= MOST_ENTRIES else ()
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
@@ -246,10 +248,10 @@ class Snapshot:
 
     def _array(self, array: Any) -> None:
         if array.nbytes <= self._small_bytes and array.dtype != object:
-            self._kept.append((_ARRAY, array, array.copy()))
+            self._kept.append((_ARRAY, array, np.ndarray.copy(array)))
 
     def _bytes(self, value: Any) -> None:
-        self._kept.append((_BYTES, value, value[:]))
+        self._kept.append((_BYTES, value, _bytes_base(value).__getitem__(value, slice(None))))
 
     def _class(self, kind: type) -> None:
         """Look at the data that a class of the user's, or one that it is made from, has in its attributes."""
@@ -288,20 +290,22 @@ class Snapshot:
         """Look at an object of the user's, or of a library if it holds nothing but data."""
         if self._follows_objects:
             namespace, kind = namespace_of(value), type(value)
-            if namespace is not None and (_is_own(kind) or all(isinstance(each, _DATA) for each in namespace.values())):
+            if namespace is not None and (
+                _is_own(kind) or all(issubclass(type(each), _DATA) for each in namespace.values())
+            ):
                 self.objects.add(id(namespace))
                 self._keep(_NAMESPACE, namespace, dict(namespace))
             if slots := slots_of(kind):
                 self._keep(SLOTS, value, {name: slot(value, name) for name in slots})
         for base, look in _FILLED:
-            if isinstance(value, base):
+            if issubclass(type(value), base):
                 look(self, value)
 
 
 def _is_large(kind: Kind, content: Any) -> bool:
     if kind is _ARRAY:
         return bool(content.nbytes > SMALL_BYTES)
-    return kind in (_LIST, _DICT, _SET) and len(content) > MOST_ENTRIES
+    return kind in (_LIST, _DICT, _SET) and len(content) > MOST_ENTRIES  # which is a container of Python's
 
 
 def _lost(tensor: torch.Tensor) -> ExecutionError:
@@ -335,13 +339,37 @@ def _with_loans(content: Any, loans: Mapping[int, Any]) -> Any:
     return [loans.get(id(value), value) for value in content] if isinstance(content, list) else content
 
 
+# ------- Contents of containers. A user's class may make entries anew whenever it is asked, refuse len(), or lie, so
+# that the container it derives from is asked.
+
+_CONTAINERS: tuple[type, ...] = (tuple, list, dict, set, frozenset, deque)
+
+
+def _base_of(container: Any) -> Any:
+    return next(base for base in _CONTAINERS if issubclass(type(container), base))
+
+
+def length_of(container: Any) -> int:
+    """Number of entries in a container of Python's, or of a class that derives from one."""
+    return int(_base_of(container).__len__(container))
+
+
+def entries_of(container: Any) -> list[Any]:
+    """Entries of a container of Python's, or of a class that derives from one; keys of a dict."""
+    return [*_base_of(container).__iter__(container)]
+
+
 def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
-    """Entries of a dict, without methods of a user's class, which may make entries anew whenever asked."""
+    """Entries of a dict."""
     return OrderedDict.items(entries) if isinstance(entries, OrderedDict) else dict.items(entries)
 
 
+def _bytes_base(value: Any) -> Any:
+    return bytearray if isinstance(value, bytearray) else array
+
+
 def _same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:
-    return len(entries) == len(then) and all(
+    return dict.__len__(entries) == len(then) and all(
         key is key_then and value is value_then
         for (key, value), (key_then, value_then) in zip(_items(entries), then.items(), strict=True)
     )
@@ -365,7 +393,7 @@ def _write_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
 
 
 def _same_list(entries: Any, then: list[Any]) -> bool:
-    return len(entries) == len(then) and all(map(is_, entries, then))
+    return length_of(entries) == len(then) and all(map(is_, entries_of(entries), then))
 
 
 def _write_list(entries: Any, then: list[Any]) -> None:
@@ -418,16 +446,22 @@ def _content(cell: CellType, _: str) -> Any:
 
 def slot(owner: Any, name: str) -> Any:
     """What is in a slot, or a mark if there is nothing."""
-    return getattr(owner, name, ABSENT)
+    return attribute_of(owner, name, ABSENT)
 
 
 _DICT = Kind(_same_entries, _write_entries, dict.values)
 _NAMESPACE = Kind(_same_entries, _write_names, dict.values)
 _TENSORS = Kind(_same_entries, _write_entries)
 _LIST = Kind(_same_list, _write_list, iter)
-_SET = Kind(lambda now, then: set(now) == then, _write_set)
-_ARRAY = Kind(lambda now, then: bool(now.tobytes() == then.tobytes()), lambda now, then: now.__setitem__(..., then))
-_BYTES = Kind(lambda now, then: bytes(now) == bytes(then), lambda now, then: now.__setitem__(slice(None), then))
+_SET = Kind(lambda now, then: set(map(id, entries_of(now))) == set(map(id, then)), _write_set)
+_ARRAY = Kind(
+    lambda now, then: np.ndarray.tobytes(now) == np.ndarray.tobytes(then),
+    lambda now, then: np.ndarray.__setitem__(now, ..., then),
+)
+_BYTES = Kind(
+    lambda now, then: bytes(memoryview(now)) == bytes(memoryview(then)),
+    lambda now, then: _bytes_base(now).__setitem__(now, slice(None), then),
+)
 ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
 CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
@@ -477,13 +511,13 @@ _KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
     (torch.Tensor, Snapshot._tensor),
     (nn.Module, Snapshot._module),
     (np.ndarray, Snapshot._array),
-    (_GENERATORS, Snapshot._generator),
+    (GENERATORS, Snapshot._generator),
     (FunctionType, Snapshot._function),
     ((MethodType, BuiltinMethodType), Snapshot._method),
     (partial, Snapshot._partial),
     (ContextVar, Snapshot._variable),
 )
-_OBJECTS = tuple(look for base, look in _KINDS if base is not _GENERATORS)
+_OBJECTS = tuple(look for base, look in _KINDS if base is not GENERATORS)
 _LOOKS: dict[type, Callable[[Snapshot, Any], None] | None] = {
     **dict.fromkeys(PLAIN), list: Snapshot._list, dict: Snapshot._dict, tuple: Snapshot._tuple,
 }  # fmt: skip
@@ -493,7 +527,7 @@ def _values_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
     """Attributes of the user's. What functions among them refer to does not count, like code of classes."""
     for name, value in attributes.items():
         is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
-        if not is_ours and not isinstance(value, (FunctionType, MethodType, partial)):
+        if not is_ours and not issubclass(type(value), (FunctionType, MethodType, partial)):
             yield value
 
 
@@ -532,7 +566,7 @@ def _data_in(kind: type, _: int) -> list[str]:
     """Names of the data in a class of the user's; the number of all its attributes only tells of new ones."""
     if not is_users_class(kind):
         return []
-    return [name for name, value in vars(kind).items() if isinstance(value, _DATA) and not name.startswith("__")]
+    return [name for name, value in vars(kind).items() if issubclass(type(value), _DATA) and not name.startswith("__")]
 
 
 def namespace_of(holder: Any) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ What a pipeline cannot train is refused before training, on every process, by a 
 would work.
 """
 
+from __future__ import annotations
+
 import atexit
 import gc
 import warnings
@@ -14,17 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -56,6 +51,17 @@ from lightning_rotor.private.values import call_with, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import parse_limit
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = private.joined("strategies.DDPStrategy")
+
+_AVERAGING = (*private.each("callbacks.StochasticWeightAveraging"), *private.each("callbacks.WeightAveraging"))
+_MIXED_PRECISION = private.each("plugins.precision.MixedPrecision")
+_WRAPPED_OPTIMIZER = private.each("core.optimizer.LightningOptimizer")
+_move_data_to_device = private.function("strategies.strategy.move_data_to_device")
 
 
 class RotorPipelineStrategy(DDPStrategy):
@@ -139,6 +145,16 @@ class RotorPipelineStrategy(DDPStrategy):
 
     # ---------------------------------------------------------------- setting up
 
+    @property
+    @override
+    def accelerator(self) -> Any:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        private.follow(RotorPipelineStrategy, "strategies.DDPStrategy", accelerator)  # the first that a Trainer sets
+        self._accelerator = accelerator
+
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -148,7 +164,7 @@ class RotorPipelineStrategy(DDPStrategy):
         # Else the group's threads outlive the interpreter, and the process aborts at exit.
         atexit.register(_end_group)
         model, stages = trainer.lightning_module, self._devices_per_pipeline
-        fits = trainer.state.fn == TrainerFn.FITTING
+        fits = trainer.state.fn == "fit"
         self._settings.check_devices(self.world_size, stages)
         if private.synchronizes_layers(self):
             raise PipelineError("sync_batchnorm=True is not for pipelines: expected sync_batchnorm=False")
@@ -237,7 +253,7 @@ class RotorPipelineStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         if self._placement is None:
             return self._optimizer_states.get(id(optimizer)) or super().optimizer_state(optimizer)
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        plain = optimizer.optimizer if isinstance(optimizer, _WRAPPED_OPTIMIZER) else optimizer
         return self._placement.whole_optimizer_state(plain)
 
     @override
@@ -260,7 +276,7 @@ class RotorPipelineStrategy(DDPStrategy):
     def _failing(self) -> bool:
         model = self.lightning_module
         trainer = None if model is None else private.trainer_of(model)
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return trainer is not None and trainer.state.status == "interrupted"
 
     @override
     def teardown(self) -> None:
@@ -321,7 +337,7 @@ class PipelineSettings(PipelineOptions):
     def check_fit(self, trainer: pl.Trainer) -> None:
         """Refuse scaled losses, manual optimization, and callbacks that average weights."""
         precision = trainer.precision_plugin
-        if isinstance(precision, MixedPrecision) and precision.scaler is not None:
+        if isinstance(precision, _MIXED_PRECISION) and precision.scaler is not None:
             raise PipelineError(
                 'precision "16-mixed" scales the loss by gradients of all stages: expected "bf16-mixed" or "32-true"'
             )
@@ -331,7 +347,7 @@ class PipelineSettings(PipelineOptions):
                 "automatic optimization, one optimizer and a training_step that returns the loss"
             )
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
+            if isinstance(callback, _AVERAGING):
                 raise PipelineError(
                     f"{type(callback).__name__} averages the weights of the whole model, of which each process of a "
                     "pipeline has a part: expected no such callback. Average the weights of checkpoints after training"
@@ -351,7 +367,7 @@ class PipelineBuilder:
 
     def __init__(self, settings: PipelineSettings, trainer: pl.Trainer, processes: PipelineProcesses) -> None:
         self._settings, self._trainer, self._model = settings, trainer, trainer.lightning_module
-        self._loop, self._fits = TrainerLoop(trainer, self._model), trainer.state.fn == TrainerFn.FITTING
+        self._loop, self._fits = TrainerLoop(trainer, self._model), trainer.state.fn == "fit"
         self._precision, self._processes, self._device = trainer.precision_plugin, processes, processes.device
         self._task: str = trainer.state.fn.value  # type: ignore[union-attr]
 
@@ -428,7 +444,7 @@ class PipelineBuilder:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         settings = self._settings
         if settings.sample is not None:
-            sample = self._precision.convert_input(move_data_to_device(call_with(settings.sample), self._device))
+            sample = self._precision.convert_input(_move_data_to_device(call_with(settings.sample), self._device))
             settings.check_rows(sample, "sample")
             return largest_part(sample, settings.micro_batches), Settings()
         step = {"fit": "training", "validate": "validation"}.get(self._task, self._task) + "_step"
@@ -563,8 +579,9 @@ def _logged(metric: Metric | None, values: Sequence[Any], sizes: Sequence[int], 
     return getattr(column, how)() if isinstance(how, str) else how(column)
 
 
-StrategyRegistry.register(
-    RotorPipelineStrategy.strategy_name,
-    RotorPipelineStrategy,
-    description="Pipeline parallelism, each stage under its own recomputation plan",
-)
+for _registry in private.each("strategies.StrategyRegistry"):
+    _registry.register(
+        RotorPipelineStrategy.strategy_name,
+        RotorPipelineStrategy,
+        description="Pipeline parallelism, each stage under its own recomputation plan",
+    )
