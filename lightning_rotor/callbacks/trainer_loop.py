@@ -134,8 +134,14 @@ def first_call(
 # Callbacks whose hooks at the end of a step allocate nothing worth a word.
 _HARMLESS = (
     "lightning_rotor.",
-    *(f"lightning.pytorch.callbacks.{name}" for name in ("progress", "model_checkpoint", "early_stopping", "timer")),
-    *(f"lightning.pytorch.callbacks.{name}" for name in ("device_stats_monitor", "lr_monitor", "on_exception_check")),
+    *(
+        f"{package}.callbacks.{name}"
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for name in (
+            *("progress", "model_checkpoint", "early_stopping", "timer"),
+            *("device_stats_monitor", "lr_monitor", "on_exception_check"),
+        )
+    ),
 )
 
 
@@ -171,8 +177,8 @@ class TrainerLoop(TrainingLoop):
         optimizers = self.trainer.optimizers
         others = [each for each in self.trainer.callbacks if not type(each).__module__.startswith(_HARMLESS)]  # type: ignore[attr-defined]
         return (
-            any(is_overridden(name, self.model) for name in own)
-            or any(getattr(type(each), name) is not getattr(pl.Callback, name) for each in others for name in theirs)
+            any(private.is_overridden(name, self.model) for name in own)
+            or any(private.overrides_hook(each, name) for each in others for name in theirs)
             or any(has_step_hooks(each) for each in optimizers)
         )
 

@@ -345,7 +345,7 @@ class PlannedForward:
         if not self._module.training:
             self._module.train()
         try:
-            with self._caches.off():
+            with self.caches.off():
                 return self.plans.measure(*self.plans.bind(args, kwargs)).profile
         finally:
             for module, mode in modes:

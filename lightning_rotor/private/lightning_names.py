@@ -86,6 +86,12 @@ def is_overridden(name: str, module: Any) -> bool:
     return parent is not None and bool(differs(name, module, parent))
 
 
+def overrides_hook(callback: Any, name: str) -> bool:
+    """True if a callback has a hook of its own, whichever Lightning its class is from."""
+    owner = next(kind for kind in type(callback).__mro__ if name in vars(kind))
+    return not any(_is_of(owner, package) for package in LIGHTNINGS) or owner.__name__ != "Callback"
+
+
 # -------------------------------------------------------------------- private names
 
 TRAINERS = ("_trainer", "_fabric")
