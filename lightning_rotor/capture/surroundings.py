@@ -1,7 +1,7 @@
 """What recorded code can get hold of outside of modules, wherever it is held, and how deep it lies.
 
-A function is recorded once and runs no more, so whatever it could read must be what it was. Seen is which functions ran,
-and which names stand in their code. From the holders of a function, values are followed by these names alone::
+A function is recorded once and runs no more, so whatever it could read must be what it was. Known is which functions
+ran, and which names stand in their code. From all that holds values for a function, these names are followed::
 
     globals            }                      ┌─► entries of lists, tuples, dicts ──┐
     enclosing functions│                      │                                     │
@@ -168,7 +168,7 @@ class _Holder:
 
 
 class Reach:
-    """Values that code can get hold of by the names that it mentions. ``note`` takes each place, and whose code it is."""
+    """Values that code can get hold of by the names that it mentions. ``notes`` take each place, and who reads it."""
 
     def __init__(self, root: nn.Module, notes: Notes) -> None:
         self._inside = set(root.modules())
@@ -462,7 +462,7 @@ class Surroundings:
                 self._reach.learn(frozenset(), wholly=True)
 
     def _read_code(self, frame: FrameType, kind: type, path: str) -> None:
-        """Follow what the names in code may mean: globals, their attributes, and those of the first argument's class."""
+        """Follow what the names in code may mean: globals, and attributes of the first argument's class."""
         code, outside = frame.f_code, frame.f_globals
         self._reach.learn(_names_in(code), wholly=_reads_whole_objects(code))
         self._read_of_others |= _names_of_others(code)

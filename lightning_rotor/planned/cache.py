@@ -281,8 +281,8 @@ class Measurements:
             chain = replace(chain, stages=(first, *chain.stages[1:]))
             if known.cut is signature.cut:
                 return replace(profile, chain=chain), is_close
-            sizes, remembered = profile.group_sizes, profile.remembered
-            return profile_over(signature.cut.stages, chain, group_sizes=sizes, remembered=remembered), is_close
+            told: Any = {"group_sizes": profile.group_sizes, "remembered": profile.remembered, "drawn": profile.drawn}
+            return profile_over(signature.cut.stages, chain, **told), is_close
         except (ValueError, IndexError):
             return None
 
@@ -393,6 +393,7 @@ def record_of(call: str, prepared: Prepared) -> Record:
         "call": call,
         "group_sizes": list(profile.group_sizes),
         "remembered": profile.remembered,
+        "drawn": profile.drawn,
         "chain": json.loads(json.dumps(asdict(profile.chain))),  # with lists in the place of tuples
     }
     if plan is not None:
@@ -404,7 +405,8 @@ def recalled(record: Record, stages: Sequence[Stage]) -> Prepared | None:
     """What a record says of a model's stages, or None if it cannot be meant for them. It has no executor."""
     try:
         chain = _chain(record["chain"])
-        profile = profile_over(stages, chain, group_sizes=record["group_sizes"], remembered=record["remembered"])
+        told = {name: record[name] for name in ("group_sizes", "remembered", "drawn")}
+        profile = profile_over(stages, chain, **told)
         return Prepared(profile, from_plain(record["plan"], chain) if "plan" in record else None)
     except (RotorError, KeyError, TypeError, ValueError, IndexError):
         return None  # of another version of this package, or damaged

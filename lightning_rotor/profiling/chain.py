@@ -163,6 +163,11 @@ class Profile:
             for stage, state in zip(self.stages, self.states, strict=True)
         ]
 
+    @property
+    def drawn(self) -> list[list[str]]:
+        """For each stage, the kinds of generators that it draws from."""
+        return [list(state.drawn) for state in self.states]
+
 
 def profile_chain(
     stages: Sequence[Stage],
@@ -583,7 +588,12 @@ def _complaints_about_structure(layers: int, merged: Sequence[Stage]) -> Iterato
 
 
 def profile_over(
-    stages: Sequence[Stage], chain: Chain, *, group_sizes: Sequence[int], remembered: Sequence[Sequence[int]]
+    stages: Sequence[Stage],
+    chain: Chain,
+    *,
+    group_sizes: Sequence[int],
+    remembered: Sequence[Sequence[int]],
+    drawn: Sequence[Sequence[str]],
 ) -> Profile:
     """Known costs over the unmerged stages of a cut; raises ValueError if others were measured."""
     starts = [0, *accumulate(group_sizes)]
@@ -596,7 +606,8 @@ def profile_over(
         raise ValueError("the costs name other stages than the model has")
     scratch: dict[tuple[nn.Module, str], Statistic] = {}
     states = []
-    for stage, places in zip(together, remembered, strict=True):
+    for stage, places, kinds in zip(together, remembered, drawn, strict=True):
         modules = [module for _, module in stage.submodules()]
-        states.append(state_of(stage, [modules[place] for place in places], scratch))
+        state = state_of(stage, [modules[place] for place in places], scratch)
+        states.append(replace(state, drawn=tuple(map(str, kinds))))
     return Profile(chain, together, tuple(states), tuple(group_sizes))

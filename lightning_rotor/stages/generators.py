@@ -149,8 +149,8 @@ class DrawsSeen(private.TorchDispatchMode):
 # ----------------------------------------------------------------------------------------------------
 # Other threads draw from the same generators: a loader that prefetches. Setting one back would repeat their numbers.
 #
-#   the measured stage        S ──────────── S ──────────── S           it does not draw, so there is nothing to set back
-#   a thread that prefetches       draws: T         draws: U            and the generator stays at U
+#   the measured stage        S ──────────── T ──────────── U      it does not draw, so there is nothing to set back
+#   a thread that prefetches       draws: T         draws: U       and the generator stays at U
 #
 # So only generators that the code itself draws from are set back. Which these are is told by running it: a generator
 # that has not moved in one of several runs is none of them.
