@@ -115,7 +115,7 @@ class TargetSearch:
 
     @property
     def messages(self) -> dict[str, set[frozenset[int]]]:
-        """Ranks of the processes with which submodules exchange messages in a step, one set a group; empty if unknown."""
+        """Ranks of the processes with which submodules exchange messages, one set a group; empty if unknown."""
         return {} if self._compute is None else dict(self._compute.messages)
 
     def _shares(self, planned: Collection[str], refused: Collection[str] = ()) -> list[tuple[str, float]]:
