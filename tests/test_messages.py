@@ -74,7 +74,8 @@ def test_processes_that_exchange_messages_run_one_plan(runs: Seen, case: str) ->
     assert first["together"]
     assert second["together"]
     assert first["schedules"] == second["schedules"]
-    assert "(" in " ".join(first["schedules"])  # it recomputes, also where there would be room for everything
+    if case.endswith(" lightning"):  # at the least limit
+        assert "(" in first["schedules"][-1]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not KINDS[case.split()[0]].together])
@@ -108,7 +109,7 @@ def test_new_inputs_and_late_messages_lead_to_one_plan(runs: Seen) -> None:
 
 def test_a_profiler_on_one_process_puts_measuring_off_on_all(runs: Seen) -> None:
     for case in ("profiler_on_one function", "profiler_on_one backward"):
-        assert [seen[case]["refusal"].startswith("on another process") for seen in runs] == [False, True]
+        assert ["on another process" in seen[case]["refusal"] for seen in runs] == [False, True]
 
 
 def test_a_schedule_that_all_have_chosen_runs(runs: Seen) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as F
 from torch import distributed, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,7 +23,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_rotor.private import lightning_names
+from lightning_rotor.private import lightning_names, messages
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
 from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
@@ -508,6 +510,92 @@ def trainer(tmp_path: Path) -> pl.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+
+
+@pytest.mark.parametrize("kind", ["tensor", "handle", "list", "functional", "object", "method", "barrier"])
+def test_messages_pass_the_dispatcher(alone: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda group: [0, 1])  # as if there were two
+    x, group = torch.ones(2), distributed.group.WORLD
+    sends: dict[str, Any] = {
+        "tensor": lambda: distributed.all_reduce(x),
+        "handle": lambda: distributed.all_reduce(x, async_op=True).wait(),
+        "list": lambda: distributed.all_gather([torch.zeros(2)], x),
+        "functional": lambda: functional_collectives.all_reduce(x, "sum", group).sum(),
+        "object": lambda: distributed.all_gather_object([None], {"a": 1}),
+        "method": lambda: group.allreduce([x]).wait(),
+        "barrier": distributed.barrier,
+    }
+    before = x._version
+    with messages.MessageWatch(marks=True) as seen:
+        sends[kind]()
+        x + x  # no message
+    assert seen.members == {frozenset((0, 1))}
+    assert (x._version > before) is (kind in ("tensor", "handle", "method"))  # what c10d receives in place
+
+
+def test_messages_of_dtensors_are_seen() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # as if there were another
+    try:
+        spread = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Partial()])
+        with messages.MessageWatch(marks=False) as seen:
+            doubled = spread + spread
+            assert not seen.members
+            doubled.redistribute(placements=[Replicate()])
+        assert seen.members == {frozenset((0, 1))}
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_messages_in_a_backward_are_seen(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "get_process_group_ranks", lambda group: [0, 1])
+    x = torch.ones(2, requires_grad=True)
+    x_hooked = x * 2
+    x_hooked.register_hook(lambda gradient: distributed.all_reduce(gradient.clone()))
+    with messages.MessageWatch(marks=False) as seen:
+        total = x_hooked.sum()
+        assert not seen.members
+        total.backward()
+    assert seen.members
+
+
+def test_nothing_is_sent_without_values(alone: None) -> None:
+    sent = distributed.group.WORLD._get_sequence_number_for_group()
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.ones(2)
+        distributed.all_reduce(x, async_op=True).wait()
+        distributed.all_to_all_single(torch.empty(2), x)
+        for work in distributed.batch_isend_irecv([distributed.P2POp(distributed.isend, x, 0)]):
+            work.wait()
+        assert functional_collectives.all_reduce(x, "sum", distributed.group.WORLD).shape == (2,)
+    assert distributed.group.WORLD._get_sequence_number_for_group() == sent
+
+
+def test_groups_are_copied_as_they_are(alone: None) -> None:
+    with messages.copied_as_they_are():
+        assert copy.deepcopy({"group": distributed.group.WORLD})["group"] is distributed.group.WORLD
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copy.deepcopy(distributed.group.WORLD)
+
+
+def test_a_group_beside_has_the_patience_of_all(alone: None) -> None:
+    group = messages.group_beside(frozenset((0,)))
+    assert group is messages.group_beside(frozenset((0,)))
+    assert messages._patience_of(group) == messages._patience_of(distributed.group.WORLD) == timedelta(seconds=30)
+
+
+def test_a_functional_collective_waits_where_it_is_recorded(alone: None) -> None:
+    x = torch.ones(2)
+    assert messages.is_on_its_way(functional_collectives.all_reduce(x, "sum", distributed.group.WORLD))
+    function = torch.ops._c10d_functional.all_reduce.default
+    assert messages.is_functional(function)
+    assert not messages.is_functional(torch.ops.aten.add.Tensor)
+    result = messages.arrived(function)(x, "sum", distributed.group.WORLD.group_name)
+    assert not messages.is_on_its_way(result)
+    assert torch.equal(result, x)
 
 
 def test_what_lightning_keeps(trainer: pl.Trainer) -> None:

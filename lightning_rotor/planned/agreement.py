@@ -1,10 +1,10 @@
 """What processes agree on whose planned module exchanges messages, which is seen and not guessed.
 
 Each process measures and plans for itself until a message is seen in the module's code. Its first runs are the same on
-all processes, whatever their clocks say, so all see the first message in the same run, and agree from there on::
+all processes, whatever their clocks say. So all see the first message in the same run, and agree from there on::
 
-    recorded ──► compared ──► each stage run once ──► each stage timed    where it exchanges messages, equally often,
-    └──────────── watched, equally often ───────┘                         and the plans are settled by all
+    recorded ──► compared ──► each stage forwards ──► and backwards ──► timed as often as noise asks for,
+    └──────────────── watched, equally often ────────────────────┘      or equally often; plans are settled by all
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _FEW = 5  # names in a message
 class Agreement(Ranks):
     """One plan for processes that exchange messages in a planned module; until a message was seen, nothing.
 
-    They run the module in lockstep anyway, and a recomputation exchanges its messages again. So at each forward they ask
-    each other whether all have the same schedule for it. If not, all plan together, measure first if anyone must, and
-    run the plan of the one with least room, ``beyond`` the budget if so told. A module without messages (under DDP) is
-    no concern of others: each process plans for itself, and one that skips the module keeps nobody waiting.
+    They run the module in lockstep anyway, and a recomputation exchanges its messages again. So at each forward they
+    ask each other whether all have the same schedule for it. If not, all plan together, measure first if anyone must,
+    and run the plan of the one with least room, ``beyond`` the budget if so told. A module without messages (under DDP)
+    is no concern of others: each process plans for itself, and one that skips the module keeps nobody waiting.
     """
 
     def __init__(self, *, beyond: bool = False) -> None:
@@ -104,9 +104,9 @@ class Agreement(Ranks):
             return
         few = ", ".join([*self._names[:_FEW], *["…"] * (len(self._names) > _FEW)])
         raise MessageError(
-            f"processes {sorted(self._members)} exchange messages in a module that is not the same for this call on all "
-            f"of them: here it becomes {len(self._names)} stages ({few}). Expected arguments of the same kinds on each, "
-            "as a recomputation on one would send what the others do not expect; sizes may differ"
+            f"processes {sorted(self._members)} exchange messages in a module that is not the same for this call on "
+            f"all of them: here it becomes {len(self._names)} stages ({few}). Expected arguments of the same kinds on "
+            "each, as a recomputation on one would send what the others do not expect; sizes may differ"
         )
 
     def join_all(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_rotor.private.torch_names import (
+    FakeTensor,
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
@@ -85,9 +86,10 @@ class MessageWatch(TorchDispatchMode):
 
 
 def _has_insides(kind: type) -> bool:
-    """True for a class of tensors that has a handler of its own for operators."""
+    """True for a class of tensors whose own handler computes with other tensors, which those without values are not."""
     handler = getattr(kind, "__torch_dispatch__", None)
-    return handler is not None and handler is not torch._C._disabled_torch_dispatch_impl
+    is_plain = handler is None or handler is torch._C._disabled_torch_dispatch_impl
+    return not is_plain and not issubclass(kind, FakeTensor)
 
 
 # -------------------------------------------------------------------- results that arrive later

@@ -23,7 +23,7 @@ from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
 from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
-from lightning_rotor.profiling.ranks import Ranks
+from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.units import BLOCK_BYTES
 
 _MARK, _KINETO = "lightning_rotor::", "KINETO_LOG_LEVEL"
@@ -138,16 +138,14 @@ class Meter(Protocol):
         return float(end - start)
 
 
-def require_free(meter: Meter, ranks: Ranks) -> None:
-    """Raise ``ProfilerBusyError`` if a meter is taken on one of several processes that measure together."""
-    if ranks.together and ranks.any(meter.is_taken):
-        raise ProfilerBusyError(_TAKEN if meter.is_taken else f"on another process, {_TAKEN}")
-
-
-_TAKEN = (
-    "memory cannot be measured while torch.profiler is recording: measure before it starts, or start it a "
-    "few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
-)
+def require_free(is_taken: bool, ranks: Ranks = ALONE) -> None:
+    """Raise ``ProfilerBusyError`` if a meter is taken, here or on a process that measures together with this one."""
+    if ranks.any(is_taken):
+        where = "" if is_taken else " on another process"
+        raise ProfilerBusyError(
+            f"memory cannot be measured while torch.profiler is recording{where}: measure before it starts, or start "
+            "it a few steps later (schedule=torch.profiler.schedule(wait=2, ...))"
+        )
 
 
 def meter_for(device: torch.device) -> Meter:
@@ -217,8 +215,7 @@ class _CpuRecording(Recording):
 
     def start(self) -> None:
         """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
-        if is_profiling():
-            raise ProfilerBusyError(_TAKEN)
+        require_free(is_profiling())
         is_set = _KINETO in os.environ
         os.environ.setdefault(_KINETO, "99")  # the profiler's library writes two lines to stderr at its first start
         self._log.__enter__()

@@ -11,7 +11,7 @@ class Ranks:
 
     @property
     def together(self) -> bool:
-        """True if others run the code whenever this process does, so that neither times nor sizes may decide over it."""
+        """True if others run the code whenever this process does: neither times nor sizes may decide over it."""
         return False
 
     def any(self, is_so: bool) -> bool:
