@@ -65,6 +65,7 @@ from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.generators import GeneratorStates
@@ -109,22 +110,23 @@ class Surroundings:
     def listening(self) -> Iterator[None]:
         """Context of a recording. A profiler that follows Python's calls by the same means pauses for its time."""
         profiler: Any = sys.getprofile()
-        # First and last, so that finalizers and others' callbacks of garbage collection are no code of the module's.
-        gc.callbacks.insert(0, self._pause)
-        gc.callbacks.append(self._go_on)
-        if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
-            profiler.disable()
-        sys.setprofile(self._listen)
-        try:
-            yield
-        finally:
+
+        def stop() -> None:
             sys.setprofile(None)
-            gc.callbacks.remove(self._pause)
-            gc.callbacks.remove(self._go_on)
+            gc.callbacks[:] = [each for each in gc.callbacks if each not in (self._pause, self._go_on)]
             if hasattr(profiler, "enable"):
                 profiler.enable()
             else:
                 sys.setprofile(profiler)
+
+        with undone(stop):
+            # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
+            gc.callbacks.insert(0, self._pause)
+            gc.callbacks.append(self._go_on)
+            if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
+                profiler.disable()
+            sys.setprofile(self._listen)
+            yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -498,14 +500,16 @@ def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]
     """Context in which modules have other values as attributes."""
     # In a row: a metric of torchmetrics has another hash whenever its values change.
     places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
-    for namespace, name, _, value in places:
-        namespace[name] = value
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for namespace, name, before, value in places:
             if namespace.get(name) is value:  # else the forward has set another
                 namespace[name] = before
+
+    with undone(put_back):
+        for namespace, name, _, value in places:
+            namespace[name] = value
+        yield
 
 
 _showing = threading.RLock()
@@ -543,13 +547,15 @@ def _shown_modules(recorder: Recorder) -> Iterator[None]:
     )
     with _showing:
         originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
-        try:
+
+        def put_back() -> None:
+            for (owner, name, _), original in zip(replacements, originals, strict=True):
+                setattr(owner, name, original)
+
+        with undone(put_back):
             for owner, name, replacement in replacements:
                 setattr(owner, name, replacement)
             yield
-        finally:
-            for (owner, name, _), original in zip(replacements, originals, strict=True):
-                setattr(owner, name, original)
 
 
 def require_unrecorded(what: str) -> None:

@@ -326,14 +326,18 @@ class PlannedModules:
                 module.target = target  # why it is one may have changed
                 kept.append(module)
         self._modules = kept
+        attached: list[tuple[nn.Module, PlannedForward]] = []
         try:
             for target in wanted.values():
                 _check_apart(self._loop.model, target)
                 planned = PlannedForward(target.module, self._source, self._settings, target.name)
+                attached.append((target.module, planned))  # before it is, as an interrupt may come in between
                 attach(target.module, planned)
                 self._modules.append(PlannedModule(target, planned.plans))
-        except ModelError:
+        except BaseException:
             self.end()
+            for replaced, planned in attached:
+                detach(replaced, planned)
             raise
         self._is_news = True
 
