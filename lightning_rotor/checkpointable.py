@@ -205,18 +205,20 @@ class Checkpointable(nn.Module):
             self._limit.limit = before
             raise
 
-    def use(self, plan: Plan | Schedule) -> Plan:
+    def use(self, plan: Plan | Schedule | str) -> Plan:
         """Run a plan that was made before, for the input signature used last; others are planned for the limit.
 
         Args:
-            plan: Made for this module and input, perhaps in another process; or a schedule, whatever it takes.
+            plan: Made for this module and input, perhaps in another process; or a schedule, whatever it takes, or its
+                text.
         Returns:
             The plan that the next training call runs: the same schedule with the costs that were measured here.
         Raises:
             ProfilingError: Nothing has been measured yet.
-            PlanError: The plan was made for another model, shape, dtype or device, or takes more than its budget here.
-                The plan from before stays.
-            ScheduleError: The schedule does not belong to the chain. The plan from before stays.
+            PlanError: The plan was made for another model, shape, dtype or device, or takes more than its budget here;
+                or it is no plan. The plan from before stays.
+            ScheduleError: The text is no schedule, or the schedule does not belong to the chain. The plan from before
+                stays.
         Example:
             >>> net = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8))
             >>> plan = net.use(net.frontier().knee.schedule)
@@ -273,11 +275,14 @@ class Checkpointable(nn.Module):
         if self._root is not self.module and (len(args) != 1 or kwargs):
             return self._whole(args, kwargs)
         # Through the module's own call, so that its hooks fire as they would without this wrapper.
-        attach(self._root, self._planned)
         try:
+            attach(self._root, self._planned)
             return self._root(*args, **kwargs)
         finally:
-            detach(self._root)
+            try:
+                detach(self._root, self._planned)
+            finally:  # an interrupt may have come in between
+                detach(self._root, self._planned)
 
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no stage can stand for of a module that was compiled as a whole."""

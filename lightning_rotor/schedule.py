@@ -234,7 +234,17 @@ def _parse_segment(text: str) -> Segment:
     return segment
 
 
+_MOST_STAGES = 100_000
+_MOST_SHOWN = 200
+
+
+def shorten(text: str) -> str:
+    """A text as messages show it: the beginning of a long one."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
 def _parse(text: str) -> tuple[Item, ...]:
+    shown = repr(shorten(text))
     open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
     for token in re.findall(r"[()]|[^\s()]+", text):
         if token == "(":
@@ -242,19 +252,21 @@ def _parse(text: str) -> tuple[Item, ...]:
         elif token == ")":
             inside = open_items.pop()
             if not open_items:
-                raise ScheduleError(f"schedule {text!r} has a closing parenthesis too many")
+                raise ScheduleError(f"schedule {shown} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
-        elif (match := re.fullmatch(r"(\d+)(?:-(\d+))?(?::(\d+))?", token)) and (
+        elif (match := re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?", token)) and (
             stages := range(int(match[1]), int(match[2] or match[1]) + 1)
         ):
+            if stages[-1] >= _MOST_STAGES:  # before it is spelled out: the text may be of a damaged file
+                raise ScheduleError(f"schedule {shown} names stage {stages[-1]}: expected less than {_MOST_STAGES}")
             open_items[-1].extend(Leaf(stage, int(match[3] or 0)) for stage in stages)
         else:
             raise ScheduleError(
-                f"schedule {text!r} holds {token!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
+                f"schedule {shown} holds {shorten(token)!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
                 "and parentheses"
             )
     if len(open_items) > 1:
-        raise ScheduleError(f"schedule {text!r} lacks a closing parenthesis")
+        raise ScheduleError(f"schedule {shown} lacks a closing parenthesis")
     return tuple(open_items[0])
 
 

@@ -72,7 +72,7 @@ def test_a_trainer_of_either_trains_with_plans_and_resumes(pl: Any, tmp_path: Pa
     longer = pl.Trainer(
         logger=False,
         default_root_dir=tmp_path,
-        callbacks=[again, pl.callbacks.ModelCheckpoint(tmp_path / "saved")],
+        callbacks=[again, pl.callbacks.ModelCheckpoint(tmp_path / "again")],
         **{**QUIET, "max_epochs": 2},
     )
     longer.fit(model_of(pl)(), ckpt_path=saver.best_model_path, weights_only=False)

@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
@@ -15,7 +14,7 @@ from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, me
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes, parse_limit
+from lightning_rotor.units import format_bytes, parse_limit, show
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -100,7 +99,7 @@ class RotorBatchSizeAdvice(Callback):
             advices.append(each)
         self.advice = min(advices, key=lambda advice: advice.best.batch_size)
         if self._show_table and trainer.is_global_zero:
-            Console().print(self.advice)
+            show(self.advice)
         best = self.advice.best
         _log.info("best batch size within %s: %d", format_bytes(self.advice.limit_bytes), best.batch_size)
         if self._set_batch_size:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
@@ -22,7 +21,7 @@ from lightning_rotor.planned.step import StepPlanner
 from lightning_rotor.planning import Plan
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
-from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered
+from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered, show
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -433,4 +432,4 @@ class RotorCallback(Callback):
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
         if self._show_table:
-            Console().print(shown.table())
+            show(shown.table())

@@ -272,6 +272,10 @@ class _Attempts:
                 before.restore()
                 culprit = module if recorder.calls.culprit is None else recorder.calls.culprit
                 return _Attempt(recorder, None, culprit, _reason(error))
+            except BaseException:  # an interrupt
+                notes.restore()
+                before.restore()
+                raise
             finally:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}

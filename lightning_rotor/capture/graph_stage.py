@@ -79,7 +79,7 @@ def spell_value(value: Any) -> Any:
     """A value that compares equal for values that Python code cannot tell apart; NaN equals itself."""
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(spell_value, value))
-    base: Any = next((base for base in (int, float, complex, str, bytes) if issubclass(type(value), base)), type(value))
+    base: Any = next((each for each in (int, float, complex, str, bytes) if issubclass(type(value), each)), type(value))
     return type(value).__name__, base.__repr__(value)
 
 
@@ -322,5 +322,5 @@ def look_of(value: Any) -> Any:
             return str(value.dtype), value.shape, value.tobytes()
     if callable(value) and not isinstance(value, type):
         return "callable", id(value) if type(value).__hash__ is None else value
-    base: Any = next((base for base in (int, float, complex, str, bytes) if issubclass(type(value), base)), type(value))
+    base: Any = next((each for each in (int, float, complex, str, bytes) if issubclass(type(value), each)), type(value))
     return type(value).__name__, base.__repr__(value)

@@ -63,6 +63,7 @@ from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.messages import NOT_ARRIVED, arrived, is_functional, is_on_its_way
 from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
 
@@ -367,14 +368,16 @@ def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]
     """Context in which modules have other values as attributes."""
     # In a row: a metric of torchmetrics has another hash whenever its values change.
     places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
-    for namespace, name, _, value in places:
-        namespace[name] = value
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for namespace, name, before, value in places:
             if namespace.get(name) is value:  # else the forward has set another
                 namespace[name] = before
+
+    with undone(put_back):
+        for namespace, name, _, value in places:
+            namespace[name] = value
+        yield
 
 
 _showing = threading.RLock()
@@ -412,13 +415,15 @@ def _shown_modules(recorder: Recorder) -> Iterator[None]:
     )
     with _showing:
         originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
-        try:
+
+        def put_back() -> None:
+            for (owner, name, _), original in zip(replacements, originals, strict=True):
+                setattr(owner, name, original)
+
+        with undone(put_back):
             for owner, name, replacement in replacements:
                 setattr(owner, name, replacement)
             yield
-        finally:
-            for (owner, name, _), original in zip(replacements, originals, strict=True):
-                setattr(owner, name, original)
 
 
 def require_unrecorded(what: str) -> None:

@@ -50,6 +50,7 @@ from torch import nn
 from lightning_rotor.capture.guards import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, Notes, Place, contents_of
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import attributes_of
 from lightning_rotor.stages import snapshot as kinds
 from lightning_rotor.stages.snapshot import (
@@ -385,22 +386,23 @@ class Surroundings:
     def listening(self) -> Iterator[None]:
         """Context of a recording. A profiler that follows Python's calls by the same means pauses for its time."""
         profiler: Any = sys.getprofile()
-        # First and last, so that finalizers and others' callbacks of garbage collection are no code of the module's.
-        gc.callbacks.insert(0, self._pause)
-        gc.callbacks.append(self._go_on)
-        if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
-            profiler.disable()
-        sys.setprofile(self._listen)
-        try:
-            yield
-        finally:
+
+        def stop() -> None:
             sys.setprofile(None)
-            gc.callbacks.remove(self._pause)
-            gc.callbacks.remove(self._go_on)
+            gc.callbacks[:] = [each for each in gc.callbacks if each not in (self._pause, self._go_on)]
             if hasattr(profiler, "enable"):
                 profiler.enable()
             else:
                 sys.setprofile(profiler)
+
+        with undone(stop):
+            # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
+            gc.callbacks.insert(0, self._pause)
+            gc.callbacks.append(self._go_on)
+            if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
+                profiler.disable()
+            sys.setprofile(self._listen)
+            yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.execution.passes import buffers_of, forget_casts, repeating, standing_in
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.generators import DrawsSeen, GeneratorStates, others_may_draw
 from lightning_rotor.stages.sequential import Stage
@@ -26,23 +27,21 @@ def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
     generators = GeneratorStates(device)
     # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
     kept_plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-    with torch.enable_grad(), repeating(), kept_plainly:
-        try:
-            yield generators
-        finally:
-            generators.restore()
-            forget_casts()
+
+    def put_back() -> None:
+        generators.restore()
+        forget_casts()
+
+    with undone(put_back), torch.enable_grad(), repeating(), kept_plainly:
+        yield generators
 
 
 @contextmanager
 def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
     """Set back at the end all that the stage's modules and hooks can reach, and parameters if asked."""
     before = Snapshot(module for _, module in stage.submodules())
-    try:
-        with kept_parameters(stage) if keep_parameters else nullcontext():
-            yield before
-    finally:
-        before.restore()
+    with undone(before.restore), kept_parameters(stage) if keep_parameters else nullcontext():
+        yield before
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from torch.backends import cuda, cudnn, mkldnn
 from lightning_rotor.errors import ExecutionError, InverseError
 from lightning_rotor.execution.segment_state import Observers, SegmentState
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.stages.generators import GeneratorStates, drawn_since
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
@@ -68,8 +69,8 @@ def is_checkpointing() -> bool:
 def repeating(repeats: bool = True) -> Iterator[None]:
     """Context in which :func:`is_recomputing` gives ``repeats``."""
     before = _flags.recomputing
-    _flags.recomputing = before + 1 if repeats else 0
     try:
+        _flags.recomputing = before + 1 if repeats else 0
         yield
     finally:
         _flags.recomputing = before
@@ -78,12 +79,13 @@ def repeating(repeats: bool = True) -> Iterator[None]:
 @contextmanager
 def passing_first(first_pass: FirstPass) -> Iterator[None]:
     """Context of a forward that drops its saved tensors."""
-    _flags.checkpointing += 1
+    before = _flags.checkpointing
     try:
+        _flags.checkpointing = before + 1
         with first_pass.watching():
             yield
     finally:
-        _flags.checkpointing -= 1
+        _flags.checkpointing = before
 
 
 def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
@@ -492,16 +494,18 @@ def dropping_saved() -> saved_tensors_hooks:
 def standing_in(loans: Iterable[Slot]) -> Iterator[None]:
     """Context in which other tensors stand in tables of parameters and buffers."""
     owners: list[Slot] = []
-    try:
+
+    def put_back() -> None:
+        # Last in, first out: what was lent twice gets its first owner back.
+        for table, name, owner in reversed(owners):
+            table[name] = owner
+
+    with undone(put_back):
         for table, name, loan in loans:
             if table[name] is not loan:
                 owners.append((table, name, table[name]))
                 table[name] = loan
         yield
-    finally:
-        # Last in, first out: what was lent twice gets its first owner back.
-        for table, name, owner in reversed(owners):
-            table[name] = owner
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -399,6 +399,18 @@ def record_of(call: str, prepared: Prepared) -> Record:
     if plan is not None:
         record["plan"] = plan.to_plain() | {"solve_seconds": plan.solve_seconds}
     return record
+
+
+SEAL = "seal"
+"""Under which key a saved state keeps the digest of the rest."""
+
+
+def seal_of(saved: Mapping[str, Any]) -> str | None:
+    """A digest of a saved state, by which one that was damaged or changed is known; None if it is no plain data."""
+    try:
+        return _digest(json.dumps({key: value for key, value in saved.items() if key != SEAL}, sort_keys=True))
+    except (TypeError, ValueError, RecursionError):
+        return None
 
 
 def recalled(record: Record, stages: Sequence[Stage]) -> Prepared | None:

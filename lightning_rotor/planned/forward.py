@@ -37,6 +37,7 @@ from lightning_rotor.private.torch_names import (
     outside_of_graphs,
     shares_weights,
 )
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import attribute_of, call_with, check_sample, tree_leaves, uncounted_copy
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.generators import GeneratorStates
@@ -164,13 +165,14 @@ class KeyValueCaches:
         if self._configs and not self._has_told:
             self._has_told = True
             _log.info("it trains with use_cache=False, without past_key_values in its output, as nobody reads them")
-        for config in self._configs:
-            config["use_cache"] = False
-        try:
-            yield
-        finally:
+        with undone(self._switch_on):
             for config in self._configs:
-                config["use_cache"] = True
+                config["use_cache"] = False
+            yield
+
+    def _switch_on(self) -> None:
+        for config in self._configs:
+            config["use_cache"] = True
 
 
 def _is_of_transformers(kind: type) -> bool:
@@ -437,10 +439,12 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     module.__dict__["forward"] = MethodType(_in_place_of(type(module).forward), module)
 
 
-def detach(module: nn.Module) -> None:
-    """Undo :func:`attach`. Does nothing if it was undone before."""
-    if module.__dict__.pop(_KEY, None) is not None:
+def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
+    """Undo :func:`attach`, of ``planned`` if given. Does nothing if it was undone before."""
+    attached = module.__dict__.get(_KEY)
+    if attached is not None and planned in (None, attached):
         module.__dict__.pop("forward", None)
+        del module.__dict__[_KEY]  # last, so that it can be done again after an interrupt in between
 
 
 def is_attached(module: nn.Module) -> bool:

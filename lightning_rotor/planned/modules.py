@@ -17,6 +17,7 @@ from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planned.cache import model_fingerprint
 from lightning_rotor.planned.forward import (
+    ForwardInPlace,
     ForwardWithoutCaches,
     KeyValueCaches,
     PlannedForward,
@@ -101,7 +102,7 @@ class PlannedModules:
         self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
         self._unseen: dict[str, Target] = {}
-        self._around: list[nn.Module] = []  # modules whose parts are planned
+        self._attached: list[tuple[nn.Module, ForwardInPlace]] = []  # forwards in the place of modules' own
         self._refusals: list[RotorError] = []
         self.is_guess = self._is_news = False
 
@@ -197,7 +198,7 @@ class PlannedModules:
         kept = self._loop.told_by_all(sorted({name for name in names if name in calls} - self._slight(calls)))[0]
         given_up = [module for module in self if module.target.name not in kept]
         for module in given_up:
-            detach(module.target.module)
+            self._detach(module.target.module)
         self._modules = [module for module in self if module.target.name in kept]
         self._search.close([name for name in calls if name in kept])
         return [module.plans for module in given_up]
@@ -243,8 +244,7 @@ class PlannedModules:
         found = [each.target for each in self if each is not module and each.target.is_unseen]
         self._take([*found, *self._search.targets()])
         if module.caches:
-            attach(module.target.module, ForwardWithoutCaches(module.caches))
-            self._around.append(module.target.module)
+            self._attach(module.target.module, ForwardWithoutCaches(module.caches))
 
     def is_alone(self, plans: Plans) -> bool:
         """True if a step calls nothing else that is planned, as far as is known."""
@@ -253,11 +253,9 @@ class PlannedModules:
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
-        for name in list(self._unseen):
-            self._dismiss(name)
-        for module in (*self._around, *(each.target.module for each in self)):
-            detach(module)
-        self._modules, self._around = [], []
+        for module, forward in self._attached:
+            detach(module, forward)
+        self._attached, self._modules, self._unseen = [], [], {}
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of now; ``BudgetError`` if none fits."""
@@ -310,7 +308,7 @@ class PlannedModules:
         for module in self:
             target = wanted.pop(id(module.target.module), None)
             if target is None:
-                detach(module.target.module)
+                self._detach(module.target.module)
             else:
                 module.target = target  # why it is one may have changed
                 kept.append(module)
@@ -321,16 +319,16 @@ class PlannedModules:
             for target in wanted.values():
                 if not target.is_unseen:
                     self._plan(target)
-        except ModelError:
+            self._await([target for target in wanted.values() if target.is_unseen])
+        except BaseException:
             self.end()
             raise
-        self._await([target for target in wanted.values() if target.is_unseen])
         self._is_news = True
 
     def _plan(self, target: Target) -> None:
         _check_apart(self._loop.model, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
-        attach(target.module, planned)
+        self._attach(target.module, planned)
         self._modules.append(PlannedModule(target, planned.plans, planned.caches))
 
     def _await(self, targets: Collection[Target]) -> None:
@@ -342,11 +340,21 @@ class PlannedModules:
                 continue
             if "forward" in target.module.__dict__:  # somebody else's patch, which nobody could put back
                 continue
-            attach(target.module, UnseenForward(partial(self._found, target.name)))
+            self._attach(target.module, UnseenForward(partial(self._found, target.name)))
             self._unseen[target.name] = target
 
     def _dismiss(self, name: str) -> None:
-        detach(self._unseen.pop(name).module)
+        self._detach(self._unseen.pop(name).module)
+
+    def _attach(self, module: nn.Module, forward: ForwardInPlace) -> None:
+        self._attached.append((module, forward))  # before it is, as an interrupt may come in between
+        attach(module, forward)
+
+    def _detach(self, module: nn.Module) -> None:
+        for attached, forward in self._attached:
+            if attached is module:
+                detach(module, forward)
+        self._attached = [entry for entry in self._attached if entry[0] is not module]
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

@@ -25,6 +25,7 @@ from lightning_rotor.errors import (
     BudgetError,
     MessageError,
     ModelError,
+    PlanError,
     ProfilerBusyError,
     ProfilingError,
     RotorError,
@@ -381,12 +382,19 @@ class Plans:
             self.cache.unplan(lambda plan: plan is solved)
         return solved
 
-    def use(self, plan: Plan | Schedule) -> Plan:
+    def use(self, plan: Plan | Schedule | str) -> Plan:
         """Run an earlier plan or schedule, for the signature used last. See :meth:`.Checkpointable.use`."""
         if not len(self.cache):
             raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
+        if not isinstance(plan, (Plan, Schedule, str)):
+            raise PlanError(
+                f"use() was given {type(plan).__name__}: expected a Plan, a Schedule, or a schedule's text such as "
+                "'(0-1) 2'. Plan.load(path, net.chain) reads a file"
+            )
         signature, prepared = self.cache.latest
         chain, conditions = prepared.profile.chain, self.budget(prepared.profile).conditions
+        if isinstance(plan, str):
+            plan = Schedule.parse(plan)
         if isinstance(plan, Schedule):
             used = scheduled(chain, plan, slots=self._settings.slots, **conditions)
         else:

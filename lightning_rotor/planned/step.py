@@ -25,7 +25,7 @@ from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, R
 from lightning_rotor.execution.executor import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.agreement import Agreement, is_spread
-from lightning_rotor.planned.cache import Prepared, Turn, model_fingerprint
+from lightning_rotor.planned.cache import SEAL, Prepared, Turn, model_fingerprint, seal_of
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.joint import PathPlans, foresight
 from lightning_rotor.planned.limit import (
@@ -91,8 +91,12 @@ class StepPlanner(BudgetSource):
         self._on_stepped: dict[int, RemovableHandle] = {}  # hooks of optimizers in a measured step, by identity
         self._paths = PathPlans(self, self._joint_budget, slots=settings.slots)
         self.modules = PlannedModules(loop, self, settings, names)
-        if not self.load(saved):
-            self.modules.begin()
+        try:
+            if not self.load(saved):
+                self.modules.begin()
+        except BaseException:
+            self.modules.end()  # whose forwards may be replaced already
+            raise
 
     # ---------------------------------------------------------------- a step
 
@@ -388,11 +392,14 @@ class StepPlanner(BudgetSource):
         """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
         modules = [module.to_plain() for module in self.modules]
         if self.plan is not None and modules:
-            self.saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
+            saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
+            self.saved = {**saved, SEAL: seal_of(saved)}
 
     def load(self, saved: Mapping[str, Any] | None) -> bool:
         """Go on without measuring again. False if it is for another model or version, and left aside."""
-        if saved is None or not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
+        if not isinstance(saved, Mapping) or SEAL not in saved or saved[SEAL] != seal_of(saved):
+            return False
+        if not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
             return False
         known = {each["module"]: each for each in (saved, *saved.get("others", ()))}
         targets = [target for each in known.values() if (target := _target_in(self.loop.model, each)) is not None]

@@ -23,9 +23,9 @@ from typing_extensions import Unpack
 from lightning_rotor.chain import Chain, StageIdentity
 from lightning_rotor.errors import BudgetError, PlanError, ScheduleError
 from lightning_rotor.planning.bounds import lower_bound_seconds
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in, text_of
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, segments_in, shorten, text_of
 from lightning_rotor.simulator import Conditions, Simulation, held_by_stage, simulate
-from lightning_rotor.units import format_bytes, format_seconds, parse_bytes, rendered
+from lightning_rotor.units import cell, format_bytes, format_seconds, parse_bytes, rendered
 
 DEFAULT_SLOTS = 500
 # Relative difference between sums of the same durations in another order.
@@ -147,12 +147,13 @@ class Plan:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content["format"] != _FORMAT:
-                raise PlanError(f"{path} has format {content['format']!r}: expected {_FORMAT}, written by this version")
+                found = shorten(repr(content["format"]))
+                raise PlanError(f"{path} has format {found}: expected {_FORMAT}, written by this version")
             return _moved(path, content, chain)
         except PlanError:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            reason = error if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = error if isinstance(error, ScheduleError) else shorten(f"{type(error).__name__}: {error}")
             raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
 
     def summary(self) -> str:
@@ -195,12 +196,20 @@ def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
     return scheduled(
         chain,
         Schedule.parse(record["schedule"]),
-        int(record["budget_bytes"]),
+        _number(record, "budget_bytes"),
         solve_seconds=record["solve_seconds"],
-        slots=int(record["slots"]),
+        slots=max(_number(record, "slots"), 1),
         gradients_exist=bool(record["gradients_exist"]),
-        lingering_bytes=int(record["lingering_bytes"]),
+        lingering_bytes=_number(record, "lingering_bytes"),
     )
+
+
+def _number(record: Mapping[str, Any], name: str) -> int:
+    """A size or a count out of a file."""
+    value = record[name]
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {shorten(repr(value))}, expected a whole number of at most 63 bits")
+    return value
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:
@@ -495,11 +504,12 @@ def plan_table(
     if plan.inverted:
         table.add_row("Inverted stages", f"{len(plan.inverted)} of {len(plan.chain)}")
     if withheld := [stage for stage in plan.chain if stage.not_inverted]:
-        table.add_row("Not inverted", f"{len(withheld)}, such as {withheld[-1].name!r}: {withheld[-1].not_inverted}")
+        last = withheld[-1]
+        table.add_row("Not inverted", cell(f"{len(withheld)}, such as {last.name!r}: {last.not_inverted}"))
     table.add_row("Planning", format_seconds(plan.solve_seconds))
     table.add_row("Schedule", schedule_line(plan.schedule))
     for name, value in extra_rows:
-        table.add_row(name, value)
+        table.add_row(cell(name), cell(value))
     return table
 
 
@@ -522,9 +532,9 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     table.add_column("held", justify="right", min_width=8)
     table.add_column("again", justify="right", no_wrap=True, min_width=7)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(cell, row))
     table.add_section()
-    table.add_row(*total, style="bold")
+    table.add_row(*map(cell, total), style="bold")
     return table
 
 

@@ -33,6 +33,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+from lightning_rotor.private.undoing import undone
+
 # Without a public home: tensors without values, modes below autograd (documented under this name in torch's notes on
 # extending it), and the classes of what ``torch.ops`` holds.
 __all__ = [
@@ -129,19 +131,21 @@ def noticed_checkpoints() -> Iterator[set[bool]]:
     """
     seen: set[bool] = set()
     module = cast("Any", torch.utils.checkpoint)
-    with _noticing_changes:
-        if not _noticing:
-            module._CheckpointFrame = _Noticed(False, module._CheckpointFrame)
-            module.CheckpointFunction = _Noticed(True, module.CheckpointFunction)
-        _noticing.append((threading.get_ident(), seen))
-    try:
-        yield seen
-    finally:
+
+    def stop() -> None:
         with _noticing_changes:
             _noticing[:] = [each for each in _noticing if each[1] is not seen]
+            for name in () if _noticing else ("_CheckpointFrame", "CheckpointFunction"):
+                if isinstance(replaced := getattr(module, name), _Noticed):
+                    setattr(module, name, replaced.original)
+
+    with undone(stop):
+        with _noticing_changes:
             if not _noticing:
-                module._CheckpointFrame = module._CheckpointFrame.original
-                module.CheckpointFunction = module.CheckpointFunction.original
+                module._CheckpointFrame = _Noticed(False, module._CheckpointFrame)
+                module.CheckpointFunction = _Noticed(True, module.CheckpointFunction)
+            _noticing.append((threading.get_ident(), seen))
+        yield seen
 
 
 class _Noticed:
@@ -241,8 +245,8 @@ def _stamp(tensor: torch.Tensor, *, of_storage: bool) -> int:
         return 0
 
 
-# A node of autograd's graph that is the context of the user's Function has whatever attributes its forward has set, with
-# names of torch's methods, too. So the class is asked.
+# A node of autograd's graph that is the context of a user's Function has whatever attributes its forward has set, also
+# with names of torch's methods. So the class is asked.
 
 
 def name_of_node(node: Any) -> str:

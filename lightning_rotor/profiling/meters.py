@@ -23,6 +23,7 @@ from torch.autograd.profiler import profile, record_function
 
 from lightning_rotor.errors import ProfilerBusyError, ProfilingError
 from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.units import BLOCK_BYTES
 
@@ -72,6 +73,9 @@ class Recording:
         """End the last phase."""
         self.mark("")
 
+    def abandon(self) -> None:
+        """End without phases, where an exception came before :meth:`stop`; nothing after it."""
+
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
         self.phases.append(MeteredPhase(self._label, self._start, self._peak, self.end_bytes))
@@ -118,16 +122,17 @@ class Meter(Protocol):
     def recording(self) -> Iterator[Recording]:
         """Record until the context ends. No garbage is collected: CUDA would count what older cycles give back."""
         recording, collects = self.new_recording(), gc.isenabled()
-        gc.disable()
-        try:
-            recording.start()
-            try:
-                yield recording
-            finally:
-                recording.stop()
-        finally:
+
+        def put_back() -> None:
+            recording.abandon()
             if collects:
                 gc.enable()
+
+        with undone(put_back):
+            gc.disable()
+            recording.start()
+            yield recording
+            recording.stop()
 
     def now(self) -> Any:
         """A point in time on the device: by default seconds of the performance counter."""
@@ -212,15 +217,23 @@ class _CpuRecording(Recording):
         super().__init__()
         self._log = AllocationLog()
         self._of_step = of_step
+        self._is_running = False
 
     def start(self) -> None:
         """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
         require_free(is_profiling())
         is_set = _KINETO in os.environ
         os.environ.setdefault(_KINETO, "99")  # the profiler's library writes two lines to stderr at its first start
+        self._is_running = True
         self._log.__enter__()
         if not is_set:
             del os.environ[_KINETO]
+
+    def abandon(self) -> None:
+        """End the profiler if this is the one that runs."""
+        if self._is_running and is_profiling():
+            self._log.__exit__(None, None, None)
+        self._is_running = False
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
@@ -229,7 +242,7 @@ class _CpuRecording(Recording):
 
     def stop(self) -> None:
         """End, and fill the phases and the timeline from the log."""
-        self._log.__exit__(None, None, None)
+        self.abandon()
         events, own = _marks_and_blocks(self._log), dict[int, int]()
         self.timeline.append((0.0, 0))
         for event, block in events:

@@ -16,6 +16,7 @@ r"""The stages of a model as a drawing: what each of them runs, what it hands on
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from lightning_rotor.planning.plan import from_to
 from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS, PlotError, plot_frontier, plot_timeline
 from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.units import format_bytes, format_seconds, printable
 
 _MOST_LETTERS, _MOST_LINES = 45, 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
@@ -52,6 +53,7 @@ _COLOURS = (
     *("#B4D0EC", "#F6BEAB", "#F6ECBE", "#FFD0DA", "#C7ECFF", "#98DAC7", "#DAE38F", "#D0D073"),
 )
 _GREY, _SEGMENT, _INVERTED = "#666666", PHASE_COLOURS["recompute"][0], INVERSION_COLOURS[0]
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" width="{width}">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px 'DejaVu Sans Mono', Menlo, Consolas, monospace }}
@@ -119,7 +121,8 @@ def draw_chain(
     drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys], again)
     for run in reversed(runs) if backward else runs:
         console.print(drawing.run(run))
-    return Drawing(console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG))
+    drawn = console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
+    return Drawing(_NOT_IN_XML.sub(lambda found: printable(found[0]), drawn))
 
 
 class Drawing(str):

@@ -25,7 +25,7 @@ from lightning_rotor.pipeline.partition.search import (
 )
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer, rendered
+from lightning_rotor.units import cell, format_bytes, format_seconds, formatted_apart, is_positive_integer, rendered
 
 # Most runs of stages whose least memory is computed for an error.
 _MOST_ASKED = 400
@@ -109,7 +109,7 @@ class Partition:
             table.add_row(
                 str(stage),
                 str(stage % devices),
-                f"{len(self.chain(stage))}: {' … '.join(dict.fromkeys(ends))}",
+                cell(f"{len(self.chain(stage))}: {' … '.join(dict.fromkeys(ends))}"),
                 str(self.problem.in_flight[stage]),
                 format_seconds(load.forward_seconds),
                 format_seconds(load.backward_seconds),
