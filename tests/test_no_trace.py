@@ -659,16 +659,14 @@ class Configured(nn.Module):
         return self.layers(x) * self.config.model.scale + float(os.environ.get("ROTOR_TEST_SHIFT", "0"))
 
 
-def test_what_lies_deeper_than_one_attribute_or_outside_of_python_is_not_followed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_lies_deep_in_objects_or_in_the_environment_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     net, batch = Configured(), TENSORS[0][:8]
     run = Checkpointable(net, batch, "1GiB")
     run.use(Schedule.parse(f"(0-{len(run.chain) - 2}) {len(run.chain) - 1}"))
-    before = net(batch)
-    assert_same_bits(before, run(batch))
+    assert_same_bits(net(batch), run(batch))
     net.config.model.scale = 2.0
+    assert_same_bits(net(batch), run(batch))
     monkeypatch.setenv("ROTOR_TEST_SHIFT", "1")
-    assert_same_bits(before, run(batch))
-    net.config = SimpleNamespace(model=SimpleNamespace(scale=2.0))  # another one is
+    assert_same_bits(net(batch), run(batch))
+    net.config = SimpleNamespace(model=SimpleNamespace(scale=3.0))
     assert_same_bits(net(batch), run(batch))

@@ -20,6 +20,7 @@ import dis
 import enum
 import gc
 import logging
+import os
 import sys
 import threading
 from collections import defaultdict
@@ -353,6 +354,9 @@ def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
 # Which code runs.
 
 
+_ENVIRONMENT = frozenset(("environ", "getenv"))
+"""What gives variables of the process, which Python's own code reads."""
+
 _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)  # code that is profiled is rewritten when profiling starts or stops
 
 
@@ -476,6 +480,8 @@ class Surroundings:
             for name in _names_in(code) & vars(base).keys():
                 self._reach.read(Place(kinds.CLASS_ENTRIES, base, name), path, f"{kind.__name__}.{name}")
         self._reach.follow(kind, path, kind.__name__)
+        if not _ENVIRONMENT.isdisjoint(code.co_names):
+            self._reach.read(Place(kinds.ENTRIES, vars(os.environ), "_data"), path, "os.environ")
 
     def _read_function(self, function: FunctionType, path: str) -> None:
         """Follow what a function holds: variables of enclosing functions, defaults, attributes."""
