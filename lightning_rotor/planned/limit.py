@@ -319,6 +319,7 @@ class StepWatch:
 
 _UNLIKE = 0.003
 _CALM_STEPS, _MOST_APART = 64, 64
+_MOST_FOLLOWED = 64
 
 
 class Draws:
@@ -329,17 +330,14 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._most: dict[tuple[int, ...], int] = {}
+        self._seen: dict[tuple[int, ...], tuple[list[Plan], int, int]] = {}  # plans, the least peak, and the highest
         self._calm = 0
-        self._least_bytes: int | None = None
         self.are_seen = False
 
     @property
     def spread_bytes(self) -> int:
-        """By how much steps differ: what a draw may take more than all that were seen."""
-        if not self.are_seen or self._least_bytes is None:
-            return 0
-        return max(self._most.values()) - self._least_bytes
+        """By how much steps under the same plans have differed: what a draw may take more than all that were seen."""
+        return max((most - least for _, least, most in self._seen.values()), default=0) if self.are_seen else 0
 
     def is_due(self, number: int) -> bool:
         """True if the step of this number is to be measured."""
@@ -347,17 +345,16 @@ class Draws:
 
     def learn(self, plans: Iterable[Plan], peak_bytes: int, limit_bytes: int) -> None:
         """A step under plans has had a peak."""
-        key = tuple(sorted({id(plan) for plan in plans}))
-        most = self._most.get(key)
-        self._calm += 1
-        if most is None:
-            self._most, self._least_bytes = {}, peak_bytes  # of plans that may be gone, and their numbers given anew
-        elif abs(peak_bytes - most) > _UNLIKE * most:
-            self.are_seen = True
-        if peak_bytes > limit_bytes or (most is not None and peak_bytes > most * (1 + _UNLIKE)):
-            self._calm = 0
-        self._most[key] = max(peak_bytes, most or 0)
-        self._least_bytes = min(peak_bytes, self._least_bytes or peak_bytes)
+        unique = {id(plan): plan for plan in plans}
+        key = tuple(sorted(unique))
+        _, least, most = self._seen.pop(key, ([], peak_bytes, peak_bytes))
+        self.are_seen |= not (1 - _UNLIKE) * most <= peak_bytes <= (1 + _UNLIKE) * least
+        has_grown = peak_bytes > limit_bytes or peak_bytes > most * (1 + _UNLIKE)
+        self._calm = 0 if has_grown else self._calm + 1
+        # With the plans themselves, for numbers of objects that are gone are given anew.
+        self._seen[key] = list(unique.values()), min(peak_bytes, least), max(peak_bytes, most)
+        for oldest in list(self._seen)[:-_MOST_FOLLOWED]:
+            del self._seen[oldest]
 
 
 # -------------------------------------------------------------------- The search for budgets.

@@ -85,6 +85,7 @@ class StepPlanner(BudgetSource):
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
         self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
+        self._awaits_step = False  # no plan keeps the limit, and gradients add up until an optimizer steps
         self._begun = 0  # steps
         self._draws = Draws()
         self._sees_the_end_only = False  # the meter began when the backward was over
@@ -186,7 +187,7 @@ class StepPlanner(BudgetSource):
                 self._follow(step, phases if sees_all else [])
             elif sees_all and not shows_modules:
                 self._correct(step, phases)
-            if self._most is not None and any(map(is_step, phases)):  # the last of those whose gradients add up
+            if self._awaits_step and any(map(is_step, phases)):  # the last of those whose gradients add up
                 self._exceeded(step)
             self.limit.check_final(step, phases)
         self._step = None
@@ -267,13 +268,14 @@ class StepPlanner(BudgetSource):
     def _exceeded(self, step: Step) -> None:
         """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
         assert self._most is not None
-        if self._adds_up(step):  # the steps up to the optimizer's may take more
+        self._awaits_step = self._adds_up()  # the steps up to the optimizer's may take more
+        if self._awaits_step:
             self.watch.renew()
             return
         self.watch.give_up()
         self.limit.exceeded(self._most, step, spread_bytes=self._draws.spread_bytes)
 
-    def _adds_up(self, step: Step) -> bool:
+    def _adds_up(self) -> bool:
         """True if gradients go on adding up behind a measured step."""
         return not self.loop.gradients_linger() and not any(map(is_step, self.watch.phases))
 
