@@ -217,7 +217,8 @@ def profile_chain(
         with ranks.alike([stage.name for stage in measuring.stages]):
             if ranks.watches:
                 measuring.look_for_messages()
-            require_free(meter.is_taken, ranks)
+            if ranks.together:
+                require_free(meter.is_taken, ranks)
             measuring.measure(progress)
         profile = measuring.profile()
         costs = _complaints(profile.chain, measuring.behaviours)
