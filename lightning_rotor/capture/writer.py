@@ -39,7 +39,17 @@ from lightning_rotor.capture.operations import (
 )
 from lightning_rotor.capture.size_guards import ancestors
 from lightning_rotor.private.torch_names import identity_of
-from lightning_rotor.private.values import attributes_of, flatten, tensors_in, tree_flatten, tree_leaves, tree_unflatten
+from lightning_rotor.private.values import (
+    attributes_of,
+    bytes_of,
+    flatten,
+    plain_parts,
+    storage_bytes_of,
+    tensors_in,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from lightning_rotor.stages.snapshot import is_users
 
 # ----------------------------------------------------------------------------------------------------
@@ -220,7 +230,7 @@ class _Values:
             if other is tensor or (storage is not None and _storage(other) == storage)
         )
         self._firsts[node] = next(like, node)
-        self._bytes[node] = 0 if storage is None else tensor.untyped_storage().nbytes(), tensor.nbytes
+        self._bytes[node] = 0 if storage is None else storage_bytes_of(tensor), bytes_of(tensor)
         self._nodes[id(tensor)] = weakref.ref(tensor), node
 
     def mark_changed(self, tensor: torch.Tensor, by: fx.Node) -> None:
@@ -237,7 +247,7 @@ class _Values:
 
     def note_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves, which is dropped."""
-        self.saving[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        self.saving[_storage(tensor)] = storage_bytes_of(tensor)
 
     def settle_saved(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
         """Take what was saved for that of an operation, which took and gave these tensors."""
@@ -291,7 +301,7 @@ def _is_parameter(node: fx.Node) -> bool:
 def _storage(tensor: torch.Tensor) -> int | None:
     # Both tensors are alive when this is compared, so the address is nobody else's.
     try:
-        return identity_of(tensor.untyped_storage())
+        return identity_of(plain_parts(tensor)[0].untyped_storage())
     except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
         return None
 

@@ -15,9 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
-from lightning_rotor.private.values import tensors_in
+from lightning_rotor.private.values import is_made_of_others, plain_parts, tensors_in
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock, runs_members_in_a_row
-from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot, length_of
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class _Watched:
 def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
     """A value that changes if an attribute of the user's is set, or a container in one grows."""
     return [
-        (name, id(value), len(value) if isinstance(value, (list, dict, set, deque)) else 0)
+        (name, id(value), length_of(value) if isinstance(value, (list, dict, set, deque)) else 0)
         for name, value in vars(module).items()
         if name not in private.STRUCTURE
     ]
@@ -133,11 +133,12 @@ def _looks_of(given: Iterable[Any]) -> list[Any]:
     """A value that changes if a tensor does."""
     return [
         (
-            tensor.data_ptr() if tensor.layout is torch.strided else 0,
-            0 if tensor.is_inference() else private.version_of(tensor),
+            part.data_ptr() if part.layout is torch.strided else 0,
+            0 if part.is_inference() else private.version_of(part),
             tensor.requires_grad,
         )
         for tensor in tensors_in(tuple(given))
+        for part in (plain_parts(tensor) if is_made_of_others(tensor) else (tensor,))
     ]
 
 

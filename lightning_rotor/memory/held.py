@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import tensors_in, tree_map
+from lightning_rotor.private.values import plain_parts, tensors_in, tree_map
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
@@ -82,30 +82,13 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
     return wanted.type == device.type and (wanted.type == "cpu" or wanted.index in (None, device.index))
 
 
-def _storages_of(tensor: Any) -> Iterator[torch.UntypedStorage]:
-    """The storages behind a tensor: several for a sparse one or a wrapper such as DTensor."""
-    if private.is_traceable_wrapper_subclass(tensor):  # a DTensor lists its mesh as well
-        parts = tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
-    elif tensor.layout is torch.sparse_coo:
-        parts = list(private.sparse_parts(tensor))
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    else:
-        yield tensor.untyped_storage()
-        return
-    for part in parts:
-        yield from _storages_of(part)
-
-
 def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -> dict[int, int]:
     """Bytes of unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
     return {
-        private.identity_of(storage): block_bytes(storage.nbytes(), tensor.device)
+        private.identity_of(part.untyped_storage()): block_bytes(part.untyped_storage().nbytes(), tensor.device)
         for tensor in tensors
         if is_on(tensor.device, device)
-        for storage in _storages_of(tensor)
+        for part in plain_parts(tensor)
     }
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import (
 )
 
 from lightning_rotor.errors import SampleError
-from lightning_rotor.private.torch_names import FakeTensor, identity_of
+from lightning_rotor.private.torch_names import FakeTensor, identity_of, is_traceable_wrapper_subclass, sparse_parts
 from lightning_rotor.units import in_blocks
 
 __all__ = [
@@ -147,8 +147,46 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_made_of_others(tensor: Any) -> bool:
+    """True for a tensor of a class that keeps its values in other tensors: DTensor, quantized weights, nested ones."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def plain_parts(tensor: Any) -> list[torch.Tensor]:
+    """The dense tensors that a tensor is made of, which have its memory; mostly the tensor itself."""
+    if is_made_of_others(tensor):  # a DTensor lists its mesh as well
+        parts = [attribute_of(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        parts = [part for part in parts if isinstance(part, torch.Tensor)]
+    elif tensor.layout is torch.sparse_coo:
+        parts = list(sparse_parts(tensor))
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        return [tensor]
+    return [each for part in parts for each in plain_parts(part)]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, those of this process where it is spread over several."""
+    return sum(part.nbytes for part in plain_parts(tensor)) if is_made_of_others(tensor) else tensor.nbytes
+
+
+def storage_bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the storages under a tensor."""
+    if not is_made_of_others(tensor):
+        return tensor.untyped_storage().nbytes()
+    return sum(sizes_by_address([tensor]).values())
+
+
 def address_of(tensor: torch.Tensor) -> int:
-    """Address of a tensor's memory: equal for all that share it, 0 for none. Freed ones may be used again."""
+    """Address of a tensor's memory: equal for all that share it, 0 for none. Freed ones may be used again.
+
+    Of a tensor that is made of others, it is that of the first one.
+    """
+    if is_made_of_others(tensor):
+        return next(map(address_of, plain_parts(tensor)), 0)
     storage = tensor.untyped_storage()
     if is_fake(tensor):
         return identity_of(storage) if storage.nbytes() else 0
@@ -162,7 +200,8 @@ def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
 
 def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """The distinct storages under some dense tensors, and how many bytes torch asked for."""
-    return {address_of(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    parts = [part for tensor in tensors for part in (plain_parts(tensor) if is_made_of_others(tensor) else [tensor])]
+    return {address_of(part): part.untyped_storage().nbytes() for part in parts}
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -173,6 +212,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if is_fake(left) or is_fake(right):
         return True
+    if is_made_of_others(left) or is_made_of_others(right):
+        parts = plain_parts(left), plain_parts(right)
+        return type(left) is type(right) and len(parts[0]) == len(parts[1]) and all(map(same_bits, *parts))
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
@@ -224,7 +266,7 @@ def call_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
     tensor = tensor.detach()
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if tensor.device.type != "cpu" or not tensor.numel() or is_made_of_others(tensor):
         return tensor.clone()
     # Not by tensor.numpy(), after which nobody can resize the tensor.
     memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))

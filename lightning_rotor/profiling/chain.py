@@ -43,7 +43,7 @@ from lightning_rotor.execution.segment_state import SegmentState, Statistic, sta
 from lightning_rotor.invertible.check import try_inverse
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
-from lightning_rotor.private.values import require_tensors, tensors_in
+from lightning_rotor.private.values import bytes_of, require_tensors, tensors_in
 from lightning_rotor.profiling.meters import Meter, meter_for, require_free
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
@@ -89,7 +89,7 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
     waiting = [0] * len(stages)
     for parameter, numbers in readers.items():
         for number in range(numbers[0] + 1, numbers[-1] + 1):
-            waiting[number] += in_blocks(parameter.nbytes, block_bytes)
+            waiting[number] += in_blocks(bytes_of(parameter), block_bytes)
     return tuple(waiting)
 
 
@@ -111,7 +111,9 @@ def _added_gradient_bytes(chain: Sequence[_MeasuredStage]) -> list[int]:
         measured = dict(zip(profiler.stage.learning(), sizes, strict=False))  # no sizes if nothing learns
         added.append(sum(size for each, size in measured.items() if each in left) if profiler.shared else 0)
         # Sparse ones add up to larger ones.
-        left |= {each for each, size in measured.items() if size == in_blocks(each.nbytes, profiler.meter.block_bytes)}
+        left |= {
+            each for each, size in measured.items() if size == in_blocks(bytes_of(each), profiler.meter.block_bytes)
+        }
     return added[::-1]
 
 

@@ -31,11 +31,14 @@ from lightning_rotor.private.torch_names import is_compiled, name_of_node, notic
 from lightning_rotor.private.values import (
     TreeSpec,
     address_of,
+    bytes_of,
     is_fake,
+    is_made_of_others,
     like,
     other_layout,
     same_bits,
     spelled,
+    storage_bytes_of,
     tensors_in,
     tree_flatten,
     tree_leaves,
@@ -88,7 +91,8 @@ class Boundary:
                 return leaf
             source = leaf.detach().requires_grad_(requires_grad)
             address, storage = address_of(leaf), leaf.untyped_storage()
-            if not whole or (storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)):
+            is_whole = storage.nbytes() <= leaf.nbytes and (users[address] == 1 or not address)
+            if not whole or is_whole or is_made_of_others(leaf):
                 return like(source.clone(), leaf)
             # A slice keeps alive all that it is cut from, as in training; leaves that share a storage share it here.
             if address not in storages:
@@ -101,7 +105,7 @@ class Boundary:
 
     def size_bytes(self, block_bytes: int) -> int:
         """Bytes of the tensors' elements in blocks of the allocator, without what they are slices of."""
-        return sum(in_blocks(leaf.nbytes, block_bytes) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
+        return sum(in_blocks(bytes_of(leaf), block_bytes) for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -389,7 +393,7 @@ def _storages_of(
     def storage(leaf: torch.Tensor) -> Storage:
         address = address_of(leaf)
         if not address or address not in known:
-            known[address] = Storage(born, in_blocks(leaf.untyped_storage().nbytes(), block_bytes))
+            known[address] = Storage(born, in_blocks(storage_bytes_of(leaf), block_bytes))
         return known[address]
 
     return tuple(storage(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves)

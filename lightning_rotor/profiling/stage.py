@@ -23,7 +23,15 @@ from lightning_rotor.execution.inversion import Output, Way, run_inverted
 from lightning_rotor.execution.passes import buffers_of, run_stage
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, name_of_node, sparse_parts, version_of
-from lightning_rotor.private.values import address_of, bytes_in_blocks, tensors_in, tree_flatten, tree_leaves
+from lightning_rotor.private.values import (
+    address_of,
+    bytes_in_blocks,
+    bytes_of,
+    storage_bytes_of,
+    tensors_in,
+    tree_flatten,
+    tree_leaves,
+)
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.profiling.scan import NOTHING, Boundary, Scan
@@ -148,7 +156,7 @@ def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -
             gradient.shape,
             gradient.stride(),
             int(gradient.storage_offset()),
-            gradient.untyped_storage().nbytes(),
+            storage_bytes_of(gradient),
             gradient.dtype,
             gradient.device,
             address_of(gradient),
@@ -510,7 +518,7 @@ class StageBackward:
                 yield 0
             elif gradient.layout == torch.strided:
                 # Accumulation copies a gradient that is no dense tensor of its own (an expanded one, say).
-                yield in_blocks(parameter.nbytes, self._block_bytes)
+                yield in_blocks(bytes_of(parameter), self._block_bytes)
             else:
                 yield bytes_in_blocks(sparse_parts(gradient), self._block_bytes)
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import attribute_of, is_fake, uncounted_copy
+from lightning_rotor.private.values import attribute_of, bytes_of, is_fake, uncounted_copy
 from lightning_rotor.stages.generators import rewinding
 
 SMALL_BYTES = 64 * 1024
@@ -240,7 +240,7 @@ class Snapshot:
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
-        is_small = tensor.layout is torch.strided and tensor.nbytes <= self._small_bytes and not tensor.requires_grad
+        is_small = tensor.layout is torch.strided and bytes_of(tensor) <= self._small_bytes and not tensor.requires_grad
         copy = None
         if is_small:
             copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
