@@ -379,7 +379,7 @@ class _Allocated(AssumedValues):
         for tensor in tensors:
             if not (tensor.is_meta or is_on(tensor.device, self._device)):
                 continue
-            for storage in _storages_of(tensor):
+            for storage in (part.untyped_storage() for part in plain_parts(tensor)):
                 size_bytes = block_bytes(storage.nbytes(), self._device)
                 yield private.identity_of(storage), (StorageWeakRef(storage), size_bytes)
 
