@@ -31,6 +31,7 @@ from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent
 from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.messages import copied_as_they_are
+from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import (
     attribute_of,
     is_fake,
@@ -167,8 +168,19 @@ def undrawn(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         args, kwargs = boundary.fresh()
         return type(module).forward(module, *args, **kwargs)
 
+    modules = list(module.modules())
+
     def run() -> None:
-        with kept_attributes(whole), lent_buffers(whole), torch.enable_grad(), repeating(), dropping_saved():
+        # Nobody watches this run, so what it changes outside of modules has to be put back here.
+        outside = Snapshot(modules, also=code_of(modules))
+        with (
+            undone(outside.restore),
+            kept_attributes(whole),
+            lent_buffers(whole),
+            torch.enable_grad(),
+            repeating(),
+            dropping_saved(),
+        ):
             plain()
 
     before = GeneratorStates(device)
