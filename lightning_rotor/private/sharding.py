@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.private.torch_names import backward_number
+from lightning_rotor.private.undoing import undone
 
 
 def units_below(module: nn.Module, kind: str = "FSDPModule") -> list[str]:
@@ -131,6 +132,35 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
     for unit in spread:
         unit.module.reshard()
+
+
+@contextmanager
+def as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context of an attempt to run modules: what gathers in it is spread again at the end, also after an exception.
+
+    A unit that stays whole up to its backward would else take itself for whole, with its parameters put back.
+    """
+    units = units_in(modules)
+    states = [unit.module._get_fsdp_state() for unit in units]
+    groups = [group for unit in units for group in unit._groups]
+    before = [(owner, owner._training_state) for owner in (*states, *groups)]
+    roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in states]
+    spread = [unit for unit in units if not unit.is_whole]
+    orders = [(order, list(order)) for unit in units for order in unit._orders]
+
+    def put_back() -> None:
+        for order, entries in orders:
+            order[:] = entries
+        for owner, training_state in before:
+            owner._training_state = training_state
+        for context, root in roots:
+            context.iter_forward_root = root
+        for unit in spread:
+            if unit.is_whole:
+                unit.module.reshard()
+
+    with undone(put_back):
+        yield
 
 
 @contextmanager
