@@ -24,7 +24,7 @@ from lightning_rotor.capture.surroundings import functions
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.isolated import kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.invertible.check import try_inverse
-from lightning_rotor.private.sharding import Unit, units_below, units_in
+from lightning_rotor.private.sharding import Unit, as_found, units_below, units_in
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import is_fake, require_tensors, tensors_in
 from lightning_rotor.stages.sequential import Stage, sequential_members, sequential_stages, wiring_of
@@ -263,7 +263,8 @@ class _Attempts:
             if not units_in((module,)) and not any(map(is_compiled, modules)):
                 recorder.check.allow(module.parameters())  # which are put back as well
             try:
-                recording = recorder.record()
+                with as_found((module,)):
+                    recording = recorder.record()
             except (torch.OutOfMemoryError, InverseError):  # the forward fails in plain training, too
                 before.restore()
                 raise

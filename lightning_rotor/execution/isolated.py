@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.execution.passes import buffers_of, forget_casts, repeating, standing_in
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.sharding import as_found, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.generators import DrawsSeen, GeneratorStates, others_may_draw
@@ -40,7 +40,8 @@ def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
 def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
     """Set back at the end all that the stage's modules and hooks can reach, and parameters if asked."""
     before = Snapshot(module for _, module in stage.submodules())
-    with undone(before.restore), kept_parameters(stage) if keep_parameters else nullcontext():
+    parameters = kept_parameters(stage) if keep_parameters else nullcontext()
+    with undone(before.restore), as_found(stage.modules), parameters:
         yield before
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.private.torch_names import backward_number
+from lightning_rotor.private.undoing import undone
 
 
 def units_below(module: nn.Module, kind: str = "FSDPModule") -> list[str]:
@@ -94,9 +95,8 @@ class Unit:
     @property
     def _orders(self) -> list[list[Any]]:
         """In which order forwards ran, by which backwards gather in advance: places of groups, and the shared lists."""
-        return [
-            order for each in self._groups for order in (each._post_forward_indices, each.comm_ctx.post_forward_order)
-        ]
+        shared = [getattr(each.comm_ctx, "post_forward_order", []) for each in self._groups]  # none before a forward
+        return [*(each._post_forward_indices for each in self._groups), *shared]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -134,15 +134,50 @@ def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
 
 
 @contextmanager
+def as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Context of an attempt to run modules: what gathers in it is spread again at the end, also after an exception.
+
+    A unit that stays whole up to its backward would else take itself for whole, with its parameters put back.
+    """
+    units = units_in(modules)
+    states = [unit.module._get_fsdp_state() for unit in units]
+    before = [
+        (owner, owner._training_state) for owner in (*states, *(group for unit in units for group in unit._groups))
+    ]
+    roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in states]
+    spread = [unit for unit in units if not unit.is_whole]
+
+    def put_back() -> None:
+        for owner, training_state in before:
+            owner._training_state = training_state
+        for context, root in roots:
+            context.iter_forward_root = root
+        for unit in spread:
+            if unit.is_whole:
+                unit.module.reshard()
+
+    with _unordered(units), undone(put_back):
+        yield
+
+
+@contextmanager
 def unrecorded(module: nn.Module) -> Iterator[None]:
     """Context of forwards without a backward: FSDP would take them for the order in which backwards come."""
-    orders = [order for unit in units_in((module,)) for order in unit._orders]
-    before = [list(order) for order in orders]
-    try:
+    with _unordered(units_in((module,))):
         yield
-    finally:
-        for order, entries in zip(orders, before, strict=True):
+
+
+@contextmanager
+def _unordered(units: tuple[Unit, ...]) -> Iterator[None]:
+    before = {id(order): (order, list(order)) for unit in units for order in unit._orders}
+
+    def put_back() -> None:
+        for order in (order for unit in units for order in unit._orders):
+            _, entries = before.get(id(order), (order, []))  # the first forward of all makes new ones
             order[:] = entries
+
+    with undone(put_back):
+        yield
 
 
 def messages_bytes(module: nn.Module) -> int:

@@ -181,6 +181,27 @@ class CpuMeter(Meter):
         return _CpuRecording(of_step)
 
 
+_IDLE_SECONDS, _IDLE_SHARE = 5e-5, 0.1
+"""So long, and for such a part of a run, a thread waits without having been interrupted: for others that compute."""
+
+
+class Interruptions:
+    """Tells whether other work has had the processor during a run, by processor time beside the clock.
+
+    Of the CPU's meter: the host of another device waits for it anyway.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._is_told = isinstance(meter, CpuMeter)
+        self._clock, self._worked = time.perf_counter(), time.thread_time()
+
+    def any(self) -> bool:
+        """True if there was one since this was made."""
+        seconds = time.perf_counter() - self._clock
+        idle = seconds - (time.thread_time() - self._worked)
+        return self._is_told and idle > max(_IDLE_SECONDS, _IDLE_SHARE * seconds)
+
+
 class CudaMeter(Meter):
     """Bytes from the caching allocator's statistics, seconds from events on the current stream.
 

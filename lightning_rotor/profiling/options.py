@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,7 +27,7 @@ from lightning_rotor.execution.inversion import Way, is_whole
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions, Meter, meter_for
 from lightning_rotor.profiling.stage import (
     WORTH_MENTIONING_BYTES,
     StageBackward,
@@ -66,6 +67,10 @@ class StageSeconds:
         return replace(cost, options=(keep,), discard_seconds=self.forward)
 
 
+_MOST_INTERRUPTED = 4
+"""So many times as many runs are made again at most, because other work has interrupted them."""
+
+
 def measure(profiler: StageProfiler) -> StageMeasurement:
     """Bytes and seconds of a stage."""
     # First runs may differ, and a compiler may compile the backward only when it is first asked for.
@@ -85,10 +90,17 @@ def look_for_messages(profiler: StageProfiler) -> None:
 def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, ...]:
     """Comparable seconds of one stage's options, which run by turns."""
     runs: list[list[tuple[float, float]]] = [[] for _ in profilers]
+    spare = [_MOST_INTERRUPTED * profiler.repeats for profiler in profilers]
     while not all(map(_is_timed, profilers, runs)):
-        for profiler, each in zip(profilers, runs, strict=True):
+        for number, (profiler, each) in enumerate(zip(profilers, runs, strict=True)):
             with lent_buffers(profiler.stage):
-                each.append(_timed_run(profiler))
+                interruptions = Interruptions(profiler.meter)
+                found_seconds = _timed_run(profiler)
+            # In lockstep all processes run as often.
+            if spare[number] and not profiler.in_lockstep and interruptions.any():
+                spare[number] -= 1
+            else:
+                each.append(found_seconds)
     found = []
     for profiler, each in zip(profilers, runs, strict=True):
         forward, backward = map(typical, zip(*each, strict=True))
@@ -122,6 +134,17 @@ def _timed_run(profiler: StageProfiler) -> tuple[float, float]:
 
 def _replayed_part(profiler: StageProfiler) -> float:
     """The share of a forward that is over at its last saved tensor, from 0 to 1."""
+    interruptions = Interruptions(profiler.meter)
+    share = _replayed_part_once(profiler)
+    for _ in range(0 if profiler.in_lockstep else _MOST_INTERRUPTED):
+        if not interruptions.any():
+            break
+        interruptions = Interruptions(profiler.meter)
+        share = _replayed_part_once(profiler)
+    return share
+
+
+def _replayed_part_once(profiler: StageProfiler) -> float:
     value = profiler.boundary.fresh()
     times = [profiler.meter.now()]
 
@@ -178,16 +201,26 @@ def _known(device: torch.device) -> float:
     return _measured(device, meter_for(device))
 
 
+class _ThreadClock(CpuMeter):
+    """Counts the processor time of this thread."""
+
+    def now(self) -> float:
+        """Seconds for which this thread has run."""
+        return time.thread_time()
+
+
 def _measured(device: torch.device, meter: Meter) -> float:
     """Seconds of a segment around next to nothing, behind other work, beyond those of the same without a segment."""
     tensor = torch.zeros(1, device=device, requires_grad=True)
     sweep = interlude(device, _ALL_BYTES)
     flushing: list[float] = []
+    # All of it is work of this thread, of which its processor time tells whatever else runs on the machine.
+    clock: Meter = _ThreadClock() if type(meter) is CpuMeter else meter
 
     def flush() -> None:
-        start = meter.now()
+        start = clock.now()
         sweep()
-        flushing.append(meter.seconds_between(start, meter.now()))
+        flushing.append(clock.seconds_between(start, clock.now()))
 
     def operation(value: torch.Tensor) -> torch.Tensor:
         flush()
@@ -196,7 +229,7 @@ def _measured(device: torch.device, meter: Meter) -> float:
     def seconds(*, segmented: bool) -> float:
         sweep()
         flushing.clear()
-        start = meter.now()
+        start = clock.now()
         if segmented:
             output = recomputed(operation, tensor, draws_random=False)
         else:
@@ -205,7 +238,7 @@ def _measured(device: torch.device, meter: Meter) -> float:
             output = operation(tensor)
         flush()
         torch.autograd.grad(output, tensor)
-        return meter.seconds_between(start, meter.now()) - sum(flushing)
+        return clock.seconds_between(start, clock.now()) - sum(flushing)
 
     with repeating(False), torch.enable_grad():  # as in a step
         # By turns, so that a disturbance of the machine meets both; the first time warms up.
