@@ -617,7 +617,9 @@ class StepLimit:
             budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), self.size_bytes)
             foresee = foresight_of(plan, plainly.reserved_bytes) if budget else None
             if budget and foresee is not None:
-                within = _within(self.size_bytes, plan, budget, foresee)
+                # What a chain's costs overstate (bounds of messages), they overstate under every plan.
+                overstated_bytes = max(foresee(plan) - measured_bytes, 0)
+                within = _within(self.size_bytes + overstated_bytes, plan, budget, foresee)
                 budget = within if exceeds or within > plan.budget_bytes else None
             if exceeds:  # where other plans did not help, the one that takes least
                 is_better = _replanned(modules, plan, known, plainly.available_bytes, budget or 0)
