@@ -317,7 +317,8 @@ class StepWatch:
 
 # ---------------------------------------------------------------- Steps whose size is a draw.
 
-_UNLIKE = 0.003
+# With several processes, threads keep what they have sent for a moment, longer in one step than in another.
+_UNLIKE, _UNLIKE_BY_THREADS = 0.003, 0.1
 _CALM_STEPS, _MOST_APART = 64, 64
 _MOST_FOLLOWED = 64
 
@@ -343,13 +344,14 @@ class Draws:
         """True if the step of this number is to be measured."""
         return self.are_seen and number % min(1 << (self._calm // _CALM_STEPS), _MOST_APART) == 0
 
-    def learn(self, plans: Iterable[Plan], peak_bytes: int, limit_bytes: int) -> None:
+    def learn(self, plans: Iterable[Plan], peak_bytes: int, limit_bytes: int, *, processes: int = 1) -> None:
         """A step under plans has had a peak."""
+        unlike = _UNLIKE if processes == 1 else _UNLIKE_BY_THREADS
         unique = {id(plan): plan for plan in plans}
         key = tuple(sorted(unique))
         _, least, most = self._seen.pop(key, ([], peak_bytes, peak_bytes))
-        self.are_seen |= not (1 - _UNLIKE) * most <= peak_bytes <= (1 + _UNLIKE) * least
-        has_grown = peak_bytes > limit_bytes or peak_bytes > most * (1 + _UNLIKE)
+        self.are_seen |= not (1 - unlike) * most <= peak_bytes <= (1 + unlike) * least
+        has_grown = peak_bytes > limit_bytes or peak_bytes > most * (1 + unlike)
         self._calm = 0 if has_grown else self._calm + 1
         # With the plans themselves, for numbers of objects that are gone are given anew.
         self._seen[key] = list(unique.values()), min(peak_bytes, least), max(peak_bytes, most)
@@ -628,7 +630,9 @@ class StepLimit:
             budget = known.following(Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes), self.size_bytes)
             foresee = foresight_of(plan, plainly.reserved_bytes) if budget else None
             if budget and foresee is not None:
-                within = _within(self.size_bytes, plan, budget, foresee)
+                # What a chain's costs overstate (bounds of messages), they overstate under every plan.
+                overstated_bytes = max(foresee(plan) - measured_bytes, 0)
+                within = _within(self.size_bytes + overstated_bytes, plan, budget, foresee)
                 budget = within if exceeds or within > plan.budget_bytes else None
             if exceeds:  # where other plans did not help, the one that takes least
                 is_better = _replanned(modules, plan, known, plainly.available_bytes, budget or 0)

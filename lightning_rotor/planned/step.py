@@ -237,7 +237,7 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not is_final(phase))
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None and not step.is_first:
-            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
+            self._learn_draw(step, highest.peak_bytes)
         self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
@@ -252,13 +252,18 @@ class StepPlanner(BudgetSource):
         if highest is None:
             return
         if not step.is_first:  # with all that a step finds from those before it
-            self._draws.learn((call.plan for call in step.numbers), highest.peak_bytes, self.limit.size_bytes)
+            self._learn_draw(step, highest.peak_bytes)
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
         foresight_of = partial(foresight, step, phases)
         is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
             self._note_most(highest)
             self._exceeded(step)
+
+    def _learn_draw(self, step: Step, peak_bytes: int) -> None:
+        """Compare a step that is not the first with others under the same plans."""
+        plans = (call.plan for call in step.numbers)
+        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, processes=self.loop.processes)
 
     def _note_most(self, highest: MeteredPhase | None) -> None:
         """Remember the highest peak of steps that no plan has kept inside the limit."""
