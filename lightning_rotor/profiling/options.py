@@ -97,7 +97,7 @@ def seconds_by_turns(profilers: Sequence[StageProfiler]) -> tuple[StageSeconds, 
                 interruptions = Interruptions(profiler.meter)
                 found_seconds = _timed_run(profiler)
             # In lockstep all processes run as often.
-            if spare[number] and not profiler.in_lockstep and interruptions.any():
+            if spare[number] and not profiler.ranks.together and interruptions.any():
                 spare[number] -= 1
             else:
                 each.append(found_seconds)
@@ -136,7 +136,7 @@ def _replayed_part(profiler: StageProfiler) -> float:
     """The share of a forward that is over at its last saved tensor, from 0 to 1."""
     interruptions = Interruptions(profiler.meter)
     share = _replayed_part_once(profiler)
-    for _ in range(0 if profiler.in_lockstep else _MOST_INTERRUPTED):
+    for _ in range(0 if profiler.ranks.together else _MOST_INTERRUPTED):
         if not interruptions.any():
             break
         interruptions = Interruptions(profiler.meter)
