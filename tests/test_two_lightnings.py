@@ -46,6 +46,7 @@ def model_of(pl: Any) -> Any:
     return Model
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("pl", LIGHTNINGS, ids=lambda pl: pl.__name__)
 def test_a_trainer_of_either_trains_with_plans_and_resumes(pl: Any, tmp_path: Path) -> None:
     plain = model_of(pl)()
