@@ -60,7 +60,7 @@ def state_of(net: nn.Module) -> dict[str, Any]:
         "profilers": [sys.getprofile(), private.is_profiling(), os.environ.get("KINETO_LOG_LEVEL")],
         "collector": [gc.isenabled(), list(gc.callbacks)],
         "gradients": torch.is_grad_enabled(),
-        "recomputing": lightning_rotor.is_recomputing(),
+        "passes": [lightning_rotor.is_recomputing(), lightning_rotor.is_checkpointing()],
         "attributes": [sorted(vars(module)) for module in net.modules()],
         "tensors": [id(tensor) for tensor in (*net.parameters(), *net.buffers())],
         "values": [tensor.sum().item() for tensor in (*net.parameters(), *net.buffers())],

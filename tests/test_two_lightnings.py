@@ -46,6 +46,7 @@ def model_of(pl: Any) -> Any:
     return Model
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
 @pytest.mark.parametrize("pl", LIGHTNINGS, ids=lambda pl: pl.__name__)
 def test_a_trainer_of_either_trains_with_plans_and_resumes(pl: Any, tmp_path: Path) -> None:
     plain = model_of(pl)()
@@ -86,7 +87,7 @@ def test_the_command_line_of_either_takes_the_callback(pl: Any, monkeypatch: pyt
     monkeypatch.setattr("sys.argv", ["train.py"])
     options = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
     options += [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
-    options += ["--trainer.callbacks=lightning_rotor.RotorCallback", "--trainer.callbacks.mem_limit=1GiB"]
+    options += ["--trainer.callbacks=RotorCallback", "--trainer.callbacks.mem_limit=1GiB"]
     cli = import_module(f"{pl.__name__}.cli")
     made = cli.LightningCLI(model_of(pl), args=["fit", *options], save_config_callback=None)
     (rotor,) = (each for each in made.trainer.callbacks if isinstance(each, RotorCallback))

@@ -70,9 +70,12 @@ def repeating(repeats: bool = True) -> Iterator[None]:
     """Context in which :func:`is_recomputing` gives ``repeats``."""
     before = _flags.recomputing
     try:
-        _flags.recomputing = before + 1 if repeats else 0
-        yield
-    finally:
+        try:
+            _flags.recomputing = before + 1 if repeats else 0
+            yield
+        finally:
+            _flags.recomputing = before
+    finally:  # an interrupt may have come before
         _flags.recomputing = before
 
 
@@ -81,9 +84,12 @@ def passing_first(first_pass: FirstPass) -> Iterator[None]:
     """Context of a forward that drops its saved tensors."""
     before = _flags.checkpointing
     try:
-        _flags.checkpointing = before + 1
-        with first_pass.watching():
-            yield
+        try:
+            _flags.checkpointing = before + 1
+            with first_pass.watching():
+                yield
+        finally:
+            _flags.checkpointing = before
     finally:
         _flags.checkpointing = before
 

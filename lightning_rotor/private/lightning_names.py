@@ -49,7 +49,12 @@ def function(path: str) -> Any:
 def joined(path: str, first: str = LIGHTNINGS[0]) -> Any:
     """A class to derive from that is one of each installed Lightning; the code that runs is the ``first`` one's."""
     found = sorted(each(path), key=lambda kind: not _is_of(kind, first))
-    return found[0] if len(found) == 1 else type(found[0])(found[0].__name__, tuple(found), {})
+    if len(found) == 1:
+        return found[0]
+    # LightningCLI looks for classes below those that can be imported.
+    name = f"_{found[0].__name__}_of_{first.partition('.')[0]}_first"
+    globals()[name] = made = type(found[0])(name, tuple(found), {"__module__": __name__})
+    return made
 
 
 def follow(kind: type, path: str, part: Any) -> None:
