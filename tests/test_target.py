@@ -152,8 +152,9 @@ def test_the_submodule_with_most_of_the_compute_is_planned(
     callback = RotorCallback(mem_limit=int(least + share * (left.peaks[2] - least)), show_table=False)
     planned = fit([callback, right], tmp_path, model=seeded(kind, {}), precision=precision)
     assert callback.plan is not None
-    # By hand, the last plan is of the pass whose trunk is frozen: its backward needs little.
-    assert callback.plan.recomputed or kind is Manual
+    # By hand, the last plan is of the pass whose trunk is frozen: its backward needs little. In half precision the
+    # optimizer's step takes most, so that nothing has to be recomputed at the least limit.
+    assert callback.plan.recomputed or kind is Manual or precision == "bf16-mixed"
     assert callback.plan.chain.names[0].removeprefix("trunk.").startswith("0")
     assert len(callback.plan.chain) > 6
     chosen = [r.getMessage() for r in caplog.records if "plans 'trunk' (Sequential)" in r.getMessage()]

@@ -259,19 +259,19 @@ def _take_dry_steps(
     mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     state_bytes = None
 
-    def take_step() -> torch.optim.Optimizer:
+    def take_steps() -> _DrySteps:
+        nonlocal state_bytes
         clone = _copy(optimizer, mode, {id(parameter): _stand_in(parameter, mode) for parameter in parameters})
         for group in clone.param_groups if foreach is not None else ():
             group["foreach"] = foreach
         with mode, torch.no_grad(), AssumedValues(0.5):  # NAdam divides by 1 minus a number that it reads
             _take_step(clone)
-        return clone
+        state_bytes = optimizer_state_bytes(clone, device)
+        return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
 
     try:
         with without_trace() as generators:
-            clone = run_dry(take_step, generators)
-            state_bytes = optimizer_state_bytes(clone, device)
-            return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
+            return run_dry(take_steps, generators)
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
     if state_bytes is None and optimizer.state:

@@ -401,5 +401,5 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, GeneratorStates):
         return one.equals(other)
     # A class of the user's that derives from a number or a text may compare as it likes.
-    base = next((base for base in PLAIN if issubclass(type(one), base)), object)
+    base = next((base for base in (*PLAIN, tuple) if issubclass(type(one), base)), object)
     return type(one) is type(other) and (one is other or base.__eq__(one, other) is True)
