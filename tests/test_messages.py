@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_rotor.planned.agreement import Agreement, _connected
-from lightning_rotor.planned.loop import measure_compute
+from lightning_rotor.profiling.step_compute import measure_compute
 from tests.message_runs import KINDS
 from tests.processes import ROOT
 from tests.training import assert_same_bits

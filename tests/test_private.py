@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional_collectives
@@ -770,3 +772,19 @@ def test_istft_in_parts_is_istft() -> None:
     torch.testing.assert_close(
         private.istft_in_parts(spectrum, 16, window=window), torch.istft(spectrum, 16, window=window)
     )
+
+
+# -------------------------------------------------------------------- threads, and the generators that they share
+
+
+def test_threads_are_counted_and_global_generators_are_those_of_the_functions() -> None:
+    before, stop = private.threads(), threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    assert private.threads() == before + 1
+    stop.set()
+    thread.join()
+    python, numpy = private.global_generators()
+    random.seed(3)
+    assert python.getstate() == random.getstate()
+    assert numpy.get_state()[1].tolist() == np.random.get_state()[1].tolist()  # noqa: NPY002

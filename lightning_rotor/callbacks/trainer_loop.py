@@ -175,7 +175,8 @@ class TrainerLoop(TrainingLoop):
         own = ("optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end")
         theirs = ("on_before_optimizer_step", "on_train_batch_end")
         optimizers = self.trainer.optimizers
-        others = [each for each in self.trainer.callbacks if not type(each).__module__.startswith(_HARMLESS)]  # type: ignore[attr-defined]
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        others = [each for each in callbacks if not type(each).__module__.startswith(_HARMLESS)]
         return (
             any(private.is_overridden(name, self.model) for name in own)
             or any(private.overrides_hook(each, name) for each in others for name in theirs)

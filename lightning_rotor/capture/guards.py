@@ -249,9 +249,9 @@ class Copies:
             copy = (kind, kinds, entries) if _FIXED.issuperset(kinds) else (kind, tuple(map(self.of, entries)))
             self._found[id(value)] = copy
             return copy
-        if isinstance(value, partial):
+        if issubclass(kind, partial):
             return kind, self.of(value.func), self.of(value.args), self.of(value.keywords)
-        if isinstance(value, VIEWS):
+        if issubclass(kind, VIEWS):
             return kind, tuple(map(self.of, gc.get_referents(value)))
         state = _state_of(value)
         if state is not None:

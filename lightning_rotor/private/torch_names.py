@@ -1,5 +1,6 @@
 """Private names of torch, read in 2.11 to 2.15."""
 
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 import torch._refs
 import torch.utils.checkpoint
@@ -166,6 +168,19 @@ class _Noticed:
         for thread, seen in _noticing:
             if thread == threading.get_ident():
                 seen.add(self._reentrant)
+
+
+# -------------------------------------------------------------------- threads, and the generators that they share
+
+
+def threads() -> int:
+    """Number of threads that run Python code, also those that ``threading`` does not know."""
+    return len(sys._current_frames())
+
+
+def global_generators() -> tuple[Any, ...]:
+    """The objects behind the functions of ``random`` and ``numpy.random``."""
+    return random._inst, np.random.mtrand._rand
 
 
 # -------------------------------------------------------------------- settings

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import sys
 import threading
 import time
 import warnings
@@ -182,7 +181,7 @@ def others_may_draw() -> bool:
 
     Not among several processes: they run the same code as often as each other, and each has threads of its own.
     """
-    if len(sys._current_frames()) == 1:
+    if private.threads() == 1:
         return False
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
@@ -256,7 +255,7 @@ def rewinding(generator: Any) -> Callable[[], object] | None:
     return None if access is None else partial(access[1], access[0]())
 
 
-_GLOBAL = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_GLOBAL = (*private.global_generators(), torch.default_generator)
 
 
 def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
