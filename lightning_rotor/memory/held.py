@@ -120,7 +120,7 @@ def _dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return block_bytes(local.numel() * dtype.itemsize, tensor.device)
 
 
-# ------------------------------- What an optimizer's state and its steps will take, found in dry steps of a copy without values.
+# -------------------- What an optimizer's state and its steps will take, found in dry steps of a copy without values.
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None
 
 
 def _lbfgs_vectors(optimizer: torch.optim.LBFGS) -> tuple[int, int]:
-    """Vectors of all parameters besides the state: while a closure runs, and at most. Its step's variables hold them."""
+    """Vectors of all parameters beside the state: while a closure runs, and at most. Its step holds them."""
     group = optimizer.param_groups[0]
     if group["line_search_fn"] is not None:
         return 5, 6

@@ -179,7 +179,7 @@ def _is_of_transformers(kind: type) -> bool:
     return any(base.__module__.startswith("transformers.") for base in kind.__mro__)
 
 
-_NO_GRAPH = (
+NO_GRAPH = (
     "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile "
     "without fullgraph=True, or torch.compile of the layers inside the planned module"
 )
@@ -210,7 +210,7 @@ class PlannedForward:
         return inactive, ()
 
     # dynamo would flatten nested checkpoints into one
-    @partial(outside_of_graphs, reason=_NO_GRAPH)
+    @partial(outside_of_graphs, reason=NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of a module or its copy; in training, under the plan for this input's signature, made now if missing.
 

@@ -49,7 +49,7 @@ LOSS = "loss"
 INTO, BEHIND, BACK = "into", "behind", "back to"
 """How labels begin of the phases that begin with a call's forward, behind it, and with its backward."""
 STEP_OF = "step of"
-"""How labels begin of the phases in which an optimizer of this class steps. END is what else comes behind a backward."""
+"""Prefix of labels of phases in which an optimizer of this class steps. END is what else comes behind a backward."""
 MEANWHILE = "meanwhile"
 """Label of a phase that would be one of those two, but for calls that still wait for their backward."""
 

@@ -17,6 +17,7 @@ from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planned.cache import model_fingerprint
 from lightning_rotor.planned.forward import (
+    NO_GRAPH,
     ForwardInPlace,
     ForwardWithoutCaches,
     KeyValueCaches,
@@ -30,7 +31,7 @@ from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
 from lightning_rotor.planned.target_search import Target, TargetSearch, may_be_planned, named_target, spelled_shares
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.torch_names import INNER, is_compiled
+from lightning_rotor.private.torch_names import INNER, is_compiled, outside_of_graphs
 from lightning_rotor.private.values import tensors_in
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class UnseenForward:
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
 
+    @partial(outside_of_graphs, reason=NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module."""
         trains = module.training and torch.is_grad_enabled() and not is_recomputing()
