@@ -96,7 +96,7 @@ def test_it_leaves_no_trace(capsys):
 
     found = measure_compute(net, images, step)
     assert found.plannable["layers.0"] == 2 * 2 * (2 * 4 * 16 * 27)  # two calls, no backward
-    assert flags == [True]
+    assert set(flags) == {True}  # once more where other threads may draw
     assert not is_recomputing()
     assert images.count_nonzero() == images.numel()
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())

@@ -1,5 +1,6 @@
 """Private names of torch, read in 2.11 to 2.15."""
 
+import os
 import random
 import sys
 import threading
@@ -8,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from inspect import getclosurevars
 from operator import attrgetter, methodcaller
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -173,9 +174,23 @@ class _Noticed:
 # -------------------------------------------------------------------- threads, and the generators that they share
 
 
+_KEEP_A_THREAD = tuple(f"{os.sep}{package}{os.sep}" for package in ("execnet", "tqdm"))
+"""Packages with a thread that lives as long as the process and draws nothing: pytest-xdist's, and a progress bar's."""
+
+
 def threads() -> int:
-    """Number of threads that run Python code, also those that ``threading`` does not know."""
-    return len(sys._current_frames())
+    """Number of threads that run Python code and may draw random numbers, also unknown to ``threading``."""
+    others = sys._current_frames()
+    others.pop(threading.get_ident())  # a frame that holds itself would keep the tensors of all its callers alive
+    return 1 + sum(not _is_of_a_package(frame) for frame in others.values())
+
+
+def _is_of_a_package(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if any(package in frame.f_code.co_filename for package in _KEEP_A_THREAD):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def global_generators() -> tuple[Any, ...]:

@@ -539,8 +539,9 @@ def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
 
 @cache
 def is_users(filename: str) -> bool:
-    """True if code is neither torch's nor Python's nor ours."""
-    if filename.startswith(_TORCHS_AND_OURS):
+    """True if code is neither torch's nor Python's nor ours, nor that of a test's runner."""
+    # An ``assert`` in a forward that pytest has rewritten leads to all tests of the session.
+    if filename.startswith(_TORCHS_AND_OURS) or f"{os.sep}_pytest{os.sep}" in filename:
         return False
     return not filename.startswith(_PYTHONS) or "-packages" in filename
 
