@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_rotor import Checkpointable, RotorCallback, Schedule, simulate
 from lightning_rotor.errors import MessageError, ProfilerBusyError, ProfilingError
-from lightning_rotor.planned.loop import measure_compute
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.private import messages
+from lightning_rotor.profiling.step_compute import measure_compute
 
 WIDTH, BATCH, STEPS = 16, 48, 4
 TIMEOUT = timedelta(seconds=60)

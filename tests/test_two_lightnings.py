@@ -37,7 +37,7 @@ def model_of(pl: Any) -> Any:
             return loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.Adam(self.parameters(), 0.01)
+            return torch.optim.SGD(self.parameters(), 0.01)
 
         def train_dataloader(self) -> DataLoader[Any]:
             rows = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))

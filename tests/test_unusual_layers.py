@@ -304,5 +304,5 @@ class Sharing(L.LightningModule):
 
 
 def test_the_error_names_the_module_with_most_compute_when_none_can_be_planned(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="Body is called inside of"):
+    with pytest.warns(RotorWarning, match="plans nothing.*: Body is called inside of"):
         train(Sharing, [torch.randn(16, 8, 32)], tmp_path, callback=RotorCallback("1GiB", show_table=False))

@@ -275,8 +275,8 @@ class PlannedModules:
 
     def tell(self) -> None:
         """Say what is planned, and warn of what is not, or not as it was, once that is certain."""
-        if self.is_guess or self.is_open or not self._is_news:
-            return
+        if self.is_guess or self.is_open or not self._is_news or not self._modules:
+            return  # that nothing is planned, :attr:`why_nothing` says
         self._is_news = False
         if self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))

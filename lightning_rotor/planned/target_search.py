@@ -20,6 +20,7 @@ from lightning_rotor.profiling.step_compute import StepCompute
 # A part of the compute that is worth a word, or another choice; and one that is worth a plan beside others.
 _NOTABLE = 0.2
 _HEAVY = 0.05
+_LEAST = 0.005  # of which nothing could be saved that pays for measuring it
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class TargetSearch:
         heavy = [
             name
             for group, members in groups.items()
-            if shares[group] >= min(_HEAVY, most) or self._is_unfinished(members)
+            if shares[group] >= max(min(_HEAVY, most), _LEAST) or self._is_unfinished(members)
             for name in members
         ]
         return sorted(heavy, key=self._share, reverse=True)
