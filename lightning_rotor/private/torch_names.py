@@ -81,6 +81,12 @@ def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
     return cast(FakeTensor, tensor).fake_mode
 
 
+def forget_value(tensor: torch.Tensor) -> None:
+    """Let a fake tensor have no values from now on."""
+    if isinstance(tensor, FakeTensor):
+        tensor.constant = None
+
+
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a fake tensor; None if it has none."""
     return cast("torch.Tensor | None", getattr(tensor, "constant", None))

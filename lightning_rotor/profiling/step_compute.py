@@ -23,6 +23,7 @@ from lightning_rotor.private.torch_names import (
     FakeTensorMode,
     backward_number,
     fake_with_value,
+    forget_value,
     mode_of,
     no_dispatch,
     packet_of,
@@ -107,6 +108,8 @@ class StepCompute(AssumedValues):
         if members := members_of(func, args, kwargs or {}):
             for name in self._running:
                 self.messages[name].add(members)
+            for tensor in tensors_in((args, kwargs or {})):
+                forget_value(tensor)  # torch would compute with known values, and so send them
         result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
