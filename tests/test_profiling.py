@@ -343,6 +343,32 @@ def test_step_meter_measures_what_a_step_leaves_and_takes() -> None:
     assert meter.stop().end_bytes == -4000
 
 
+def test_step_meter_takes_no_older_block_for_one_that_lay_at_its_address_before() -> None:
+    meter, known = StepMeter(CPU), torch.empty(300_000)
+    for older in (None, [known]):
+        meter.start()
+        blocks = [torch.empty(200_000 + number) for number in range(20)]
+        meter.stop()
+        blocks.clear()
+        others = [torch.empty(100_000) for _ in range(40)]  # not watched, some of them where a block was
+        meter.start(older)
+        others.clear()
+        freed_bytes = -meter.stop().end_bytes
+        if older is None and freed_bytes == 0:
+            pytest.fail("no address was used again, so this test shows nothing")
+    assert freed_bytes == 0
+
+
+def test_step_meter_counts_the_older_blocks_that_it_is_told_of() -> None:
+    meter = StepMeter(CPU)
+    meter.start()
+    told, untold = torch.empty(1000), torch.empty(500)
+    meter.stop()
+    meter.start(older=[told])
+    del told, untold
+    assert meter.stop().end_bytes == -4000
+
+
 def test_step_meter_refuses_wrong_use() -> None:
     with pytest.raises(ProfilingError, match="without start"):
         StepMeter(CPU).stop()

@@ -259,9 +259,9 @@ class StepWatch:
             return False
         if on_cpu and loop.may_take_new_buckets():
             return False  # the old ones, never measured, would not show as freed
-        meter = StepMeter(loop.device())
+        meter, gradients = StepMeter(loop.device()), own_gradients(loop.model)
         try:
-            meter.start()
+            meter.start(older=[each for each in gradients if each in self._seen])
         except ProfilingError as error:
             if is_due:
                 self.give_up()
@@ -271,7 +271,7 @@ class StepWatch:
         self._model = loop.model
         # The CPU's meter sees only those go that were made under its eyes.
         self._older.clear()
-        for each in own_gradients(loop.model) if on_cpu else ():
+        for each in gradients if on_cpu else ():
             if each not in self._seen:
                 self._older[each] = each.nbytes
         self._older_bytes = sum(self._older.values())

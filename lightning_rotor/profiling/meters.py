@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -232,13 +232,18 @@ class CudaMeter(Meter):
 
 
 class _CpuRecording(Recording):
-    """Marks go into the allocator's log, which is read at the end. Of a step, frees of older blocks count as well."""
+    """Marks go into the allocator's log, which is read at the end. Of a step, frees of older blocks count as well.
+
+    The allocator's log may know a wrong size of an older block: one at the same address was taken under the eyes of an
+    earlier recording, and given back behind it (torch 2.14). With ``older``, sizes by address, only these count.
+    """
 
     def __init__(self, of_step: bool) -> None:
         super().__init__()
         self._log = AllocationLog()
         self._of_step = of_step
         self._is_running = False
+        self.older: Mapping[int, int] | None = None
 
     def start(self) -> None:
         """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
@@ -275,6 +280,8 @@ class _CpuRecording(Recording):
                 own[block.ptr] = size_bytes
             elif not self._of_step:  # older blocks may be garbage cycles
                 size_bytes = -own.pop(block.ptr, 0)
+            elif self.older is not None:
+                size_bytes = -own.pop(block.ptr, self.older.get(block.ptr, 0))
             self.count(size_bytes)
             self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.end_bytes))
         super().mark("")
@@ -344,8 +351,8 @@ END = "end"
 class StepMeter:
     """Measures what code between two calls allocates, on one device.
 
-    Frees of older blocks count. The CPU's allocator knows the size only of blocks that it was watched to take, so
-    measure consecutive steps, from one without gradients on.
+    Frees of older blocks count, by default of all. The CPU's allocator knows the size only of blocks that it was watched
+    to take, so measure consecutive steps, from one without gradients on.
 
     Args:
         device: A CPU or CUDA device.
@@ -363,9 +370,16 @@ class StepMeter:
         self._meter = meter_for(device)
         self._recording: Recording | None = None
 
-    def start(self) -> None:
-        """Begin. On CUDA this resets the device's peak statistics."""
+    def start(self, older: Iterable[torch.Tensor] | None = None) -> None:
+        """Begin. On CUDA this resets the device's peak statistics.
+
+        Args:
+            older: On the CPU, tensors taken while a meter ran, whose frees count, and no others; by default all count.
+        """
         recording = self._meter.new_recording(of_step=True)
+        if older is not None and isinstance(recording, _CpuRecording):
+            storages = (each.untyped_storage() for each in older)
+            recording.older = {storage.data_ptr(): storage.nbytes() for storage in storages}
         recording.start()
         self._recording = recording
 
