@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import random
 import threading
 from collections.abc import Iterator
@@ -783,6 +784,15 @@ def test_threads_are_counted_and_global_generators_are_those_of_the_functions() 
     thread.start()
     assert private.threads() == before + 1
     stop.set()
+    thread.join()
+    waiting: multiprocessing.Queue[None] = multiprocessing.Queue()
+    waiting.put(None)  # a thread of Python's own hands it on, as for each worker of a DataLoader
+    assert private.threads() == before
+    waiting.get()
+    thread = threading.Thread(target=lambda: waiting.get())  # a user's thread that waits in the same file
+    thread.start()
+    assert private.threads() == before + 1
+    waiting.put(None)
     thread.join()
     python, numpy = private.global_generators()
     random.seed(3)

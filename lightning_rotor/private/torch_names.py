@@ -180,23 +180,39 @@ class _Noticed:
 # -------------------------------------------------------------------- threads, and the generators that they share
 
 
-_KEEP_A_THREAD = tuple(f"{os.sep}{package}{os.sep}" for package in ("execnet", "tqdm"))
-"""Packages with a thread that lives as long as the process and draws nothing: pytest-xdist's, and a progress bar's."""
+_DRAW_NOTHING = tuple(
+    os.sep + os.path.join(*path.split("/"))
+    for path in (
+        "execnet/",  # pytest-xdist's channel
+        "tqdm/",  # the monitor of progress bars
+        "multiprocessing/queues.py",  # hands on what was put into a queue: DataLoader has one for each worker
+        "torch/utils/data/_utils/pin_memory.py",
+        "tensorboard/summary/writer/event_file_writer.py",
+        "torch/_inductor/",  # waits for what other processes compile
+    )
+)
+"""Code that runs in threads of its own for as long as the process lives, and draws no random numbers."""
 
 
 def threads() -> int:
     """Number of threads that run Python code and may draw random numbers, also unknown to ``threading``."""
     others = sys._current_frames()
     others.pop(threading.get_ident())  # a frame that holds itself would keep the tensors of all its callers alive
-    return 1 + sum(not _is_of_a_package(frame) for frame in others.values())
+    return 1 + sum(not any(path in _started_in(frame) for path in _DRAW_NOTHING) for frame in others.values())
 
 
-def _is_of_a_package(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if any(package in frame.f_code.co_filename for package in _KEEP_A_THREAD):
-            return True
-        frame = frame.f_back
-    return False
+def _started_in(frame: FrameType) -> str:
+    """File of the code that a thread was started for: the outermost one besides that of ``threading``.
+
+    Not any on the stack: a user's thread may wait in a queue, too.
+    """
+    file = ""
+    current: FrameType | None = frame
+    while current is not None:
+        if current.f_code.co_filename != threading.__file__:
+            file = current.f_code.co_filename
+        current = current.f_back
+    return file
 
 
 def global_generators() -> tuple[Any, ...]:

@@ -1,0 +1,240 @@
+"""Several calls of planned modules that are alive at the same time, as one chain with one schedule.
+
+Between two calls, and behind the last, the user's own code runs, once: a stage that no segment may contain::
+
+    image tower ──► user's code ──► text tower ──► user's code
+    stages 0-5      stage 6         stages 7-12    stage 13
+
+Autograd runs first what was recorded last, so backwards come in the reverse order, as those of a single chain do. A
+schedule for the joint chain falls apart into one for each call. Bounds, tables and the planner hold for joint chains as
+for any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+from lightning_rotor.chain import Chain, Option, Skip, StageCost
+from lightning_rotor.planning.plan import Plan, scheduled
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepPlan(Plan):
+    """A plan for several calls, in the order of their forwards.
+
+    Attributes:
+        names: Of the modules that are called.
+        calls: The plan of each call. Its budget is what the call may use beyond what is there when its forward begins;
+            where that is less than the call's own peak, its peak, as nobody gives up its output before the backward.
+    """
+
+    names: tuple[str, ...] = ()
+    calls: tuple[Plan, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, names: Sequence[str], chains: Sequence[Chain]) -> StepPlan:
+        """A plan for :func:`joined` of these chains, told apart."""
+        lengths = [len(chain) for chain in chains]
+        schedules = split(plan.schedule, lengths)
+        held_after_stage = {
+            event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"
+        }
+        calls = []
+        for chain, schedule, start in zip(chains, schedules, first_stages(lengths), strict=True):
+            call = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
+            held_by_earlier_bytes = held_after_stage[start - 1] - plan.lingering_bytes if start else 0
+            budget_bytes = max(plan.budget_bytes - held_by_earlier_bytes, call.peak_bytes)
+            calls.append(replace(call, budget_bytes=budget_bytes))
+        values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        return cls(**values, names=tuple(names), calls=tuple(calls))
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Bytes that the process takes around a call of a step, beyond what the calls' chains say.
+
+    Attributes:
+        forward_bytes: While the call's forward runs.
+        after_bytes: Peak of the user's code behind the call.
+        backward_bytes: While the call's backward runs.
+        loss_bytes: Peak in the backward of the user's code behind the call; read of the last call only.
+    """
+
+    forward_bytes: int = 0
+    after_bytes: int = 0
+    backward_bytes: int = 0
+    loss_bytes: int = 0
+
+
+def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
+    """The costs of several calls as one chain.
+
+    Args:
+        names: Of the modules that are called, in the order of their forwards.
+        parts: Of each call its costs, or a plan that it runs under in any case, which becomes a single stage.
+        outside: Of each call what the process takes around it; by default nothing.
+    """
+    chains = [part.chain if isinstance(part, Plan) else part for part in parts]
+    around = tuple(outside) or (Outside(),) * len(parts)
+    # What is there before a call stays until the end of the step, so it never falls from call to call.
+    before_bytes = list(accumulate((each.forward_bytes for each in around), max, initial=0))[1:]
+    # One number for all backwards: the peak of the one where it is largest is hardly ever that of another.
+    backward_bytes = max(0, *(each.backward_bytes - there for each, there in zip(around, before_bytes, strict=True)))
+    stages: list[StageCost] = []
+    skips: list[Skip] = []
+    for number, (name, part, chain) in enumerate(zip(names, parts, chains, strict=True)):
+        start = len(stages)
+        if isinstance(part, Plan):
+            stages.append(_settled_call(name, part))
+        else:
+            # A later call of the module, whose backward comes first, leaves gradients that these are added to.
+            is_called_again = name in names[number + 1 :]
+            for stage in part:
+                stages.append(_stage_of_call(stage, name, len(skips), gradients_exist=is_called_again))
+            for skip in part.skips:
+                skips.append(replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)))
+        is_last = number + 1 == len(parts)
+        # The code behind a call holds the call's output and leaves its gradient.
+        output_bytes = chain.stages[-1].output_bytes
+        held_bytes = 0 if is_last else before_bytes[number + 1] - before_bytes[number]
+        after_bytes = around[number].after_bytes - before_bytes[number]
+        loss_bytes = around[number].loss_bytes - before_bytes[number] - backward_bytes if is_last else 0
+        users_code = _run_once(
+            f"behind {name}",
+            output_bytes=0,  # the next call's input counts in no peak
+            forward_peak_bytes=max(after_bytes, held_bytes),
+            backward_peak_bytes=max(loss_bytes, output_bytes),
+            saved_bytes=held_bytes,
+            saved_input_bytes=output_bytes,
+            saved_output_bytes=1,
+            input_gradient_bytes=output_bytes,
+            parameter_gradient_bytes=0,
+        )
+        stages.append(users_code)
+    stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + before_bytes[0])
+    stages[-1] = replace(stages[-1], pinned_bytes=backward_bytes)
+    return Chain(
+        tuple(stages),
+        input_bytes=chains[0].input_bytes,
+        rng_state_bytes=max(chain.rng_state_bytes for chain in chains),
+        segment_seconds=max(chain.segment_seconds for chain in chains),
+        device=chains[0].device,
+        skips=tuple(skips),
+    )
+
+
+def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
+    """The schedules of calls with so many stages each, from one for :func:`joined`."""
+    schedules = []
+    for start, length in zip(first_stages(lengths), lengths, strict=True):
+        items = [item for item in schedule.items if start <= item.first < start + length]
+        schedules.append(Schedule(tuple(_shifted_item(item, -start) for item in items)))
+    return schedules
+
+
+def concatenated(schedules: Sequence[Schedule]) -> Schedule:
+    """The schedule for :func:`joined` in which each call has its own."""
+    items: list[Item] = []
+    starts = first_stages([len(schedule) for schedule in schedules])
+    for start, schedule in zip(starts, schedules, strict=True):
+        items += [_shifted_item(item, start) for item in schedule.items]
+        items.append(Leaf(start + len(schedule)))  # the user's code behind the call
+    return Schedule(tuple(items))
+
+
+def first_stages(lengths: Sequence[int]) -> list[int]:
+    """Numbers of the first stages of calls with so many stages each, in :func:`joined`."""
+    return [0, *accumulate(length + 1 for length in lengths)][:-1]
+
+
+def _run_once(
+    name: str,
+    *,
+    output_bytes: int,
+    forward_peak_bytes: int,
+    backward_peak_bytes: int,
+    saved_bytes: int,
+    saved_input_bytes: int,
+    saved_output_bytes: int,
+    input_gradient_bytes: int,
+    parameter_gradient_bytes: int,
+) -> StageCost:
+    """A stage that runs once, whose seconds do not count, by its peaks."""
+    option = Option(
+        name="keep",
+        saved_bytes=saved_bytes,
+        saved_input_bytes=saved_input_bytes,
+        saved_output_bytes=saved_output_bytes,
+        saved_tensors=1,
+        forward_peak_bytes=forward_peak_bytes,
+        replay_peak_bytes=forward_peak_bytes,
+        unpack_peak_bytes=0,
+        unpack_bytes=0,
+        backward_peak_bytes=backward_peak_bytes,
+        backward_segment_peak_bytes=backward_peak_bytes,
+        backward_held_peak_bytes=backward_peak_bytes,
+        input_gradient_bytes=input_gradient_bytes,
+        parameter_gradient_bytes=parameter_gradient_bytes,
+        forward_seconds=0.0,
+        replay_seconds=0.0,
+        backward_seconds=0.0,
+    )
+    return StageCost(name, output_bytes, forward_peak_bytes, 0.0, (option,), recomputable=False)
+
+
+def _settled_call(name: str, plan: Plan) -> StageCost:
+    """A call under a plan that stays, as one stage."""
+    output_bytes = plan.chain.stages[-1].output_bytes
+    alone = simulate(joined([name], [plan.chain]), concatenated([plan.schedule]), **plan.conditions)
+    own = [event for event in alone.events if event.stage < len(plan.chain)]
+    forward_peak_bytes = max(event.peak_bytes for event in own if event.phase == "forward")
+    # The backward of the user's code runs first. Behind it, its gradient is there, and perhaps not all of the output.
+    users_backward = next(event for event in alone.events if event.phase == "backward")
+    kept_bytes = users_backward.after_bytes - output_bytes
+    given_up_bytes = alone.held_bytes - kept_bytes
+    backward_peak_bytes = max(event.peak_bytes for event in own if event.phase != "forward")
+    return _run_once(
+        name,
+        output_bytes=output_bytes,
+        forward_peak_bytes=forward_peak_bytes - plan.lingering_bytes,
+        backward_peak_bytes=backward_peak_bytes - kept_bytes,
+        saved_bytes=max(alone.held_bytes - output_bytes, 0),
+        saved_input_bytes=0,
+        saved_output_bytes=min(max(output_bytes - given_up_bytes, 0), output_bytes),
+        input_gradient_bytes=0,
+        parameter_gradient_bytes=plan.chain.parameter_gradient_bytes,
+    )
+
+
+def _stage_of_call(stage: StageCost, call: str, first_skip: int, *, gradients_exist: bool) -> StageCost:
+    """A stage of a call among the others of the step; ``first_skip`` is the number of the call's first skip there."""
+    options = []
+    for option in stage.options:
+        option = replace(option, saved_skips=_shifted(option.saved_skips, first_skip))
+        if gradients_exist:
+            peaks = option.backward_peaks(gradients_exist=True)
+            option = replace(
+                option,
+                parameter_gradient_bytes=0,
+                backward_peak_bytes=peaks.plain_bytes,
+                backward_segment_peak_bytes=peaks.segment_bytes,
+                backward_held_peak_bytes=peaks.held_bytes,
+                backward_replayed_peak_bytes=peaks.replayed_bytes,
+            )
+        options.append(option)
+    return replace(stage, name=f"{call}.{stage.name}", options=tuple(options))
+
+
+def _shifted_item(item: Item, by: int) -> Item:
+    if isinstance(item, Leaf):
+        return replace(item, stage=item.stage + by)
+    return Segment(tuple(_shifted_item(inner, by) for inner in item.items))
+
+
+def _shifted(numbers: Sequence[int], by: int) -> tuple[int, ...]:
+    return tuple(number + by for number in numbers)

@@ -1,0 +1,137 @@
+"""What a measured step has taken around its calls, told from its phases and from a simulation of the calls alone.
+
+The simulation knows what the calls' chains take at each moment. What the meter saw beyond that is the user's code, what
+it holds, and whatever the chains do not show::
+
+    measured   ──┐ peak of FORWARD 0        ┌── peak of BACKWARD 0
+                 │ Outside.forward_bytes    │ Outside.backward_bytes
+    simulated  ──┘                          └──
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import TypeAlias
+
+from lightning_rotor.planning.joint_chain import Outside, concatenated, first_stages, joined
+from lightning_rotor.planning.plan import Plan
+from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
+from lightning_rotor.simulator import Event, Simulation, simulate
+
+Foresight: TypeAlias = Callable[[Plan], int]
+"""Peak of the whole process, until its backward is over, in a step like the measured one under another plan."""
+
+
+def measured_outside(
+    simulation: Simulation,
+    lengths: Sequence[int],
+    numbers: Sequence[int],
+    phases: Sequence[StepPhase],
+    *,
+    lingering_bytes: int,
+) -> list[Outside] | None:
+    """Bytes that the process has taken around some calls of a step, beyond their chains.
+
+    Args:
+        simulation: Of these calls, joined under the schedules that they have run, with nothing outside.
+        lengths: Number of stages of each call.
+        numbers: Number of each call in the step.
+        phases: Of the step, in bytes beyond what is kept free for the rest of it.
+        lingering_bytes: Gradients that were there when the step began.
+    Returns:
+        One entry a call; None if the meter did not see all of them.
+    """
+    place_of: dict[Mark, int] = {}
+    for place, phase in enumerate(phases):
+        place_of.setdefault(phase.mark, place)
+    if any(Mark(PhaseKind.FORWARD, number) not in place_of for number in numbers):
+        return None
+    # Each event of the simulation with the level before it.
+    levels = [lingering_bytes, *(event.after_bytes for event in simulation.events)]
+    timed = list(zip(levels, simulation.events, strict=False))
+    outside = []
+    for number, following, start, length in zip_longest(numbers, numbers[1:], first_stages(lengths), lengths):
+        users_code = start + length  # the stage behind the call
+        forward_place = place_of[Mark(PhaseKind.FORWARD, number)]
+        after_place = place_of.get(Mark(PhaseKind.AFTER, number), len(phases))
+        backward_place = place_of.get(Mark(PhaseKind.BACKWARD, number), len(phases))
+        if following is None:
+            end_place = loss_place = backward_place
+            for place in range(after_place, end_place):
+                if phases[place].kind is PhaseKind.LOSS:
+                    loss_place = place  # the last one, if there were several
+        else:
+            end_place = loss_place = place_of[Mark(PhaseKind.FORWARD, following)]
+        forward, backward = [], []
+        for level, event in timed:
+            if event.phase == "forward" and start <= event.stage < users_code:
+                forward.append((level, event))
+            elif event.phase != "forward" and start - 1 <= event.stage < users_code:
+                backward.append((level, event))  # with that of the user's code in front of the call
+        # A stage that is run to be discarded holds its input until the next one begins.
+        simulated_after_bytes = next(
+            event.peak_bytes for event in simulation.events if event.phase == "forward" and event.stage == users_code
+        )
+        backward_bytes = 0
+        if backward_place < len(phases):
+            backward_bytes = _most_beyond(backward, phases[backward_place])
+        outside.append(
+            Outside(
+                forward_bytes=_most_beyond(forward, phases[forward_place]),
+                after_bytes=_peak_of(phases[after_place:loss_place]) - simulated_after_bytes,
+                backward_bytes=backward_bytes,
+                loss_bytes=_peak_of(phases[loss_place:end_place]) - (simulated_after_bytes - lingering_bytes),
+            )
+        )
+    return outside
+
+
+def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], reserved_bytes: int) -> Foresight | None:
+    """Peaks of a step like a measured one, if some of its calls ran under another plan.
+
+    Args:
+        plan: The plan that the calls have run under. None of them waits together with others.
+        numbers: Numbers of these calls in the step.
+        phases: Of the step.
+        reserved_bytes: What is kept free for the rest of the step.
+    Returns:
+        None if the meter did not see all of the calls, or there are none.
+    """
+    beyond = [phase.raised(-reserved_bytes) for phase in phases if not phase.is_final]
+    simulation = _alone(plan)
+    around: list[Outside] = []
+    for number in numbers:
+        outside = measured_outside(
+            simulation, [len(plan.chain)], [number], beyond, lingering_bytes=plan.lingering_bytes
+        )
+        if outside is None:
+            return None
+        around += outside
+    if not around:
+        return None
+
+    def peak_bytes(other: Plan) -> int:
+        return reserved_bytes + max(_alone(other, outside).peak_bytes for outside in around)
+
+    return peak_bytes
+
+
+def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:
+    """A step with a single call, and what lies around it."""
+    chain = joined([""], [plan.chain], [] if outside is None else [outside])
+    return simulate(chain, concatenated([plan.schedule]), **plan.conditions)
+
+
+def _peak_of(phases: Sequence[StepPhase]) -> int:
+    return max((phase.peak_bytes for phase in phases), default=0)
+
+
+def _most_beyond(simulated: Sequence[tuple[int, Event]], phase: StepPhase) -> int:
+    """Bytes by which a measured phase exceeds its simulation, at its start or at its peak.
+
+    A GPU's meter may not have seen the peak: its statistics are reset once a step.
+    """
+    start_bytes = simulated[0][0]
+    peak_bytes = max(event.peak_bytes for _, event in simulated)
+    return max(phase.start_bytes - start_bytes, phase.peak_bytes - peak_bytes)
