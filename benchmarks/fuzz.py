@@ -55,7 +55,7 @@ from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batch
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
-from lightning_rotor.planned.plans import Plans
+from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
 from lightning_rotor.profiling import options as timing
@@ -264,7 +264,7 @@ class Limited(Checkpointable):
         super().__init__(module, show_progress=False)
         limit, whole = self._limit, self._limit.budget
 
-        def budget(plans: Plans, profile: Profile) -> Budget:
+        def budget(plans: ModulePlans, profile: Profile) -> Budget:
             if limit.limit is None:
                 limit.limit = MemoryLimit(size_bytes=library.budget(profile, Budget(ENOUGH)))
             return library.left_to_chance(whole(plans, profile))
@@ -285,7 +285,7 @@ class LimitedCallback(RotorCallback):
         planner, library, chosen = self._planner, self.library, []
         whole = planner.budget
 
-        def budget(plans: Plans, profile: Profile) -> Budget:
+        def budget(plans: ModulePlans, profile: Profile) -> Budget:
             allowed = whole(plans, profile)
             if not chosen:
                 chosen.append(min(library.budget(profile, allowed) + allowed.reserved_bytes, ENOUGH))

@@ -19,9 +19,11 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget, resolve_limit
 from lightning_rotor.planned.agreement import Agreement
-from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.forward import PlannedForward, attach, detach
-from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.attachment import attach, detach
+from lightning_rotor.planned.budget_source import BudgetSource
+from lightning_rotor.planned.forward import PlannedForward
+from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.lightning_names import lightning_module_class
 from lightning_rotor.private.sharding import units_below
@@ -250,10 +252,11 @@ class Checkpointable(nn.Module):
         from lightning_rotor.report.drawing import draw_chain  # slow, and seldom wanted
 
         prepared, title = self._latest(), type(self.module).__name__
-        profile, schedule = prepared.profile, prepared.schedule
+        profile = prepared.profile
+        schedule = prepared.schedule if isinstance(prepared, Prepared) else None
         return draw_chain(profile.chain, profile.stages, schedule=schedule, backward=backward, title=title, fold=fold)
 
-    def _latest(self) -> Prepared:
+    def _latest(self) -> Costs | Prepared:
         if not len(cache := self._planned.plans.cache):
             raise ProfilingError("nothing has been measured yet: give a sample first, with measure(sample)")
         return cache.latest[1]
@@ -393,6 +396,6 @@ class _ActivationLimit(BudgetSource):
     def __init__(self, limit: MemoryLimit | None) -> None:
         self.limit, self.ranks = limit, Agreement()
 
-    def budget(self, plans: Plans, profile: Profile) -> Budget:
+    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
         """All of the limit is for the chain."""
         return Budget(resolve_limit(self.limit, profile.chain.device))

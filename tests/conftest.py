@@ -23,7 +23,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-from lightning_rotor.planned import plans
+from lightning_rotor.planned import module_plans
 from lightning_rotor.planning import dynamic_program
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
@@ -126,7 +126,7 @@ def _plans_by_bytes_alone(request: pytest.FixtureRequest) -> Iterator[None]:
     """What else the machine does must not decide how often a test plans; test_checkpointable tells what was timed."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem != "test_checkpointable":
-            patch.setattr(plans, "_NOTABLE", math.inf)
+            patch.setattr(module_plans, "_NOTABLE", math.inf)
         yield
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
-import lightning_rotor.planned.plans
+import lightning_rotor.planned.module_plans
 from lightning_rotor import Checkpointable, RotorCallback, UnitError
 from lightning_rotor.chain import Chain, Option, StageCost
-from lightning_rotor.planned import limit
-from lightning_rotor.planned.cache import chain_at
-from lightning_rotor.planned.plans import Plans
+from lightning_rotor.planned import step_watch
+from lightning_rotor.planned.module_plans import ModulePlans
+from lightning_rotor.planning.size_bounds import bound_at
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -52,11 +52,11 @@ def test_costs_for_other_shapes_are_never_too_low(
     coefficients: list[list[int]], known: list[tuple[int, int]], wanted: tuple[int, int]
 ) -> None:
     measured = [(((batch, length), (batch, 3)), chain(coefficients, batch, length)) for batch, length in known]
-    found = chain_at((wanted, (wanted[0], 3)), measured)
+    found = bound_at((wanted, (wanted[0], 3)), measured)
     if found is None:  # measured, since it is larger than all of them by half
         assert all(max(wanted[0] / batch, wanted[1] / length) > 1.5 for batch, length in known)
         return
-    bound = found[0].stages[0]
+    bound = found.chain.stages[0]
     truth = chain(coefficients, *wanted).stages[0]
     assert bound.output_bytes >= truth.output_bytes
     for name in FIELDS:
@@ -69,20 +69,22 @@ def test_between_near_lengths_the_bound_is_close() -> None:
     rows = [[5, 3, 2, 7, 11, 1]] * len(FIELDS)
     measured = [(((8, length),), chain(rows, 8, length)) for length in (16, 24, 36)]
     for length in range(16, 40):
-        bound, _, is_close = chain_at(((8, length),), measured)
+        bound = bound_at(((8, length),), measured)
+        assert bound is not None
         truth = chain(rows, 8, length).stages[0].output_bytes
-        assert is_close
-        assert truth <= bound.stages[0].output_bytes <= (1.05 if length <= 36 else 1.34) * truth
-    assert not chain_at(((8, 50),), measured)[2]
-    assert chain_at(((8, 55),), measured) is None
+        assert bound.is_near
+        assert truth <= bound.chain.stages[0].output_bytes <= (1.05 if length <= 36 else 1.34) * truth
+    assert not bound_at(((8, 50),), measured).is_near  # type: ignore[union-attr]
+    assert bound_at(((8, 55),), measured) is None
 
 
 def test_chains_that_differ_in_more_than_sizes_say_nothing_of_each_other() -> None:
     rows = [[1] * 6] * len(FIELDS)
     measured = [(((8, 16),), chain(rows, 8, 16)), (((8, 32),), chain(rows, 8, 32, "another"))]
-    bound, _, _ = chain_at(((8, 20),), measured)
-    assert bound.names == ("layer",)
-    assert bound.stages[0].output_bytes == math.ceil(measured[0][1].stages[0].output_bytes * (20 / 16) ** 3)
+    bound = bound_at(((8, 20),), measured)
+    assert bound is not None
+    assert bound.chain.names == ("layer",)
+    assert bound.chain.stages[0].output_bytes == math.ceil(measured[0][1].stages[0].output_bytes * (20 / 16) ** 3)
 
 
 class Block(nn.Module):
@@ -153,8 +155,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         samples.append(sample)
         return profile_chain(stages, sample, **options)
 
-    monkeypatch.setattr(lightning_rotor.planned.plans, "profile_chain", noting)
-    monkeypatch.setattr(limit, "_STEPS", 10**6)
+    monkeypatch.setattr(lightning_rotor.planned.module_plans, "profile_chain", noting)
+    monkeypatch.setattr(step_watch, "_STEPS", 10**6)
     return samples
 
 
@@ -195,8 +197,10 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     assert net.chain is not None
     limit = int(0.6 * simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes)
     net.compute_sequence(limit)
-    solve = Plans._solve
-    monkeypatch.setattr(Plans, "_solve", lambda plans, profile: searched.append(1) or solve(plans, profile))
+    solve = ModulePlans._solve
+    monkeypatch.setattr(
+        ModulePlans, "_solve", lambda plans, profile, budget: searched.append(1) or solve(plans, profile, budget)
+    )
 
     def schedule_for(length: int, seconds: float) -> Schedule:
         net._planned.plans._searching.price_seconds = seconds  # what a search is known to take
@@ -239,8 +243,8 @@ def test_a_size_that_fits_without_recomputation_is_measured_once_that_pays_and_n
     plans._measuring.price_seconds = 1e9
     assert recomputes(48)
     assert recomputes(16)  # under the plan of the longer one
-    plans._measuring.price_seconds = 1.5 * plans.cache.latest[1].rough_seconds
-    plans._measuring.lost_seconds = plans.cache.latest[1].rough_seconds
+    plans._measuring.price_seconds = 1.5 * plans.cache.latest[1].costs.rough_seconds
+    plans._measuring.lost_seconds = plans.cache.latest[1].costs.rough_seconds
     with torch.autograd.profiler.profile(use_kineto=False):
         assert recomputes(16)
     assert not recomputes(16)

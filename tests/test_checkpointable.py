@@ -30,9 +30,10 @@ from lightning_rotor import (
     simulate,
 )
 from lightning_rotor.execution.executor import Stopwatch
-from lightning_rotor.planned.cache import Prepared
-from lightning_rotor.planned.cuts import Signature
-from lightning_rotor.planned.plans import Plans
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.module_plans import ModulePlans
+from lightning_rotor.planned.prepared import Costs, Prepared
+from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
@@ -255,7 +256,7 @@ def test_a_settled_call_is_left_when_something_changes(
     for _ in range(16):  # a second plan, from the seconds of the first one, settles in the 15th call
         assert_same_bits(*plain_and_planned(module, net, x))
     cache = net._planned.plans.cache
-    before = cache.settled
+    before = cache.steady
     assert before is not None
     assert bool(net.plan.recomputed) == (ratio < 1)
     match change:
@@ -272,7 +273,7 @@ def test_a_settled_call_is_left_when_something_changes(
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast"):
             assert_same_bits(*plain_and_planned(module, net, x))
-        assert cache.settled is not before
+        assert cache.steady is not before
 
 
 def test_a_call_of_a_compiled_module_settles_until_its_mode_changes() -> None:
@@ -281,13 +282,13 @@ def test_a_call_of_a_compiled_module_settles_until_its_mode_changes() -> None:
     net, x = Checkpointable(compiled, mem_limit="1GiB"), torch.randn(64, 32)
     for _ in range(16):
         net(x).sum().backward()
-    before = net._planned.plans.cache.settled
+    before = net._planned.plans.cache.steady
     assert before is not None
     net(x).sum().backward()
-    assert net._planned.plans.cache.settled is before
+    assert net._planned.plans.cache.steady is before
     compiled.dropout.eval()
     assert torch.equal(net(x), net(x))
-    assert net._planned.plans.cache.settled is not before
+    assert net._planned.plans.cache.steady is not before
 
 
 @contextmanager
@@ -604,11 +605,10 @@ def train_timed(
     def seconds(watch: Stopwatch) -> float:
         return times[next(number for number, each in enumerate(watches) if each is watch)]
 
-    under = Prepared.under
+    under = Costs.under
 
-    def counted(prepared: Prepared, signature: Signature, plan: Plan) -> Prepared:
-        found = under(prepared, signature, plan)
-        assert found.executor is not None
+    def counted(costs: Costs, signature: Signature, plan: Plan, **how: Any) -> Prepared:
+        found = under(costs, signature, plan, **how)
         assert found.executor.watch is not None
         watches.append(found.executor.watch)
         times.append(factors[len(times)] * seconds_again(plan))
@@ -617,9 +617,9 @@ def train_timed(
     times: list[float] = []
     monkeypatch.setattr(Stopwatch, "again_seconds", property(seconds))
     monkeypatch.setattr(Stopwatch, "step_seconds", 1e-9)  # no less than half of the profile's counts
-    monkeypatch.setattr("lightning_rotor.planned.cache._LEAST_PART", 1.0)
+    monkeypatch.setattr("lightning_rotor.planned.prepared._LEAST_PART", 1.0)
     monkeypatch.setattr("lightning_rotor.profiling.options._UNWATCHED", 0.0)  # of a stopwatch that sees everything
-    monkeypatch.setattr(Prepared, "under", counted)
+    monkeypatch.setattr(Costs, "under", counted)
     plans = []
     for _ in range(16):
         net.module.zero_grad()
@@ -652,13 +652,13 @@ def test_costs_near_the_truth_stay(batch: torch.Tensor, monkeypatch: pytest.Monk
 def test_a_plan_that_turns_out_slower_goes_again(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     module = make_net()
     net = Checkpointable(module, mem_limit=tight(module, batch), show_progress=False)
-    whole, plain_solve, solved = Schedule.parse("(0-9) 10"), Plans._solve, []
+    whole, plain_solve, solved = Schedule.parse("(0-9) 10"), ModulePlans._solve, []
 
-    def solve(plans: Plans, profile: Profile) -> Plan:
-        solved.append(plain_solve(plans, profile))
+    def solve(plans: ModulePlans, profile: Profile, budget: Budget) -> Plan:
+        solved.append(plain_solve(plans, profile, budget))
         return solved[0] if len(solved) == 1 else scheduled(profile.chain, whole)
 
-    monkeypatch.setattr(Plans, "_solve", solve)
+    monkeypatch.setattr(ModulePlans, "_solve", solve)
     plans = train_timed(net, batch, [1.5, 5.0, 1.0], monkeypatch)
     seen = [plan.schedule for plan in dict.fromkeys(plans)]
     assert seen == [solved[0].schedule, whole, solved[0].schedule]

@@ -7,19 +7,19 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rotor.planned.limit import ClosedLoop, Draws, Trial
-from lightning_rotor.planned.step import is_sample_step
+from lightning_rotor.planning.budget_search import BudgetSearch, Trial
+from lightning_rotor.planning.draws import Draws, is_sample_step
 
 LIMIT = 10_000
 
 
-def search(*, start: int, outside: int, slope: float, step: int) -> list[Trial]:
+def trials_of(*, start: int, outside: int, slope: float, step: int) -> list[Trial]:
     """Trials of a process whose plans have peaks in steps, and whose own peak rises with them."""
-    loop, trials, budget = ClosedLoop(), [], start
+    search, trials, budget = BudgetSearch(), [], start
     for _ in range(20):
         plan_bytes = max(budget // step * step, 1)
         trials.append(Trial(budget, plan_bytes, outside + int(slope * plan_bytes)))
-        following = loop.following(trials[-1], LIMIT)
+        following = search.next_budget(trials[-1], LIMIT)
         if following is None:
             return trials
         budget = max(following, 1)
@@ -35,7 +35,7 @@ def search(*, start: int, outside: int, slope: float, step: int) -> list[Trial]:
 def test_the_search_ends_below_the_limit_near_it_and_never_returns_to_what_was_too_much(
     start: int, outside: int, slope: float, step: int
 ) -> None:
-    trials = search(start=start, outside=outside, slope=slope, step=step)
+    trials = trials_of(start=start, outside=outside, slope=slope, step=step)
     for number, trial in enumerate(trials):
         too_much = [each.plan_bytes for each in trials[:number] if each.measured_bytes > LIMIT]
         assert all(trial.budget_bytes < budget for budget in too_much)
@@ -45,22 +45,22 @@ def test_the_search_ends_below_the_limit_near_it_and_never_returns_to_what_was_t
 
 
 def test_a_budget_that_keeps_the_limit_stays() -> None:
-    loop = ClosedLoop()
-    assert loop.following(Trial(5000, 4900, 9100), LIMIT) is None
+    search = BudgetSearch()
+    assert search.next_budget(Trial(5000, 4900, 9100), LIMIT) is None
 
 
 def test_after_an_overshoot_the_budget_grows_again_between_the_two() -> None:
-    loop = ClosedLoop()
-    assert loop.following(Trial(8000, 8000, 13_000), LIMIT) == 5000  # two calls in a step: it falls too far
-    grown = loop.following(Trial(5000, 5000, 7000), LIMIT)
+    search = BudgetSearch()
+    assert search.next_budget(Trial(8000, 8000, 13_000), LIMIT) == 5000  # two calls in a step: it falls too far
+    grown = search.next_budget(Trial(5000, 5000, 7000), LIMIT)
     assert grown == 6500  # not 8000, which was too much
-    assert loop.following(Trial(6500, 6500, 10_000), LIMIT) is None
+    assert search.next_budget(Trial(6500, 6500, 10_000), LIMIT) is None
 
 
 def test_budgets_that_do_not_help_come_to_an_end() -> None:
-    loop = ClosedLoop()
+    search = BudgetSearch()
     budgets = [9000]
-    while (following := loop.following(Trial(budgets[-1], budgets[-1], 10_100), LIMIT)) is not None:
+    while (following := search.next_budget(Trial(budgets[-1], budgets[-1], 10_100), LIMIT)) is not None:
         budgets.append(following)
     assert [left - right for left, right in pairwise(budgets)] == [100, 200, 400, 800, 1600]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable, Plan, PlanError, RotorCallback, Schedule, ScheduleError
-from lightning_rotor.planned.cache import seal_of
+from lightning_rotor.planned.records import seal_of
 
 VALUES = [
     *(None, True, -1, 0, 1e30, 10**30, 10**400, float("inf"), float("nan"), "", "x", "9" * 5000, [], {}, [[]]),

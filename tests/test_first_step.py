@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorCallback
-from lightning_rotor.planned.joint import StepPlan
+from lightning_rotor.planning.joint_chain import StepPlan
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 pytestmark = [

@@ -22,7 +22,13 @@ ORDER = (
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.
-WITHOUT_TORCH = {*ORDER[: ORDER.index("private")], "pipeline/partition", "pipeline/schedule", "pipeline/simulator"}
+WITHOUT_TORCH = {
+    *ORDER[: ORDER.index("private")],
+    "pipeline/partition",
+    "pipeline/schedule",
+    "pipeline/simulator",
+    "planned/step_state",
+}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

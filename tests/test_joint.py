@@ -10,9 +10,10 @@ import pytest
 from lightning_rotor import Schedule, plan, simulate
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.planned.joint import Outside, StepPlan, concatenated, joined, measured_outside, split
+from lightning_rotor.planning.joint_chain import Outside, StepPlan, concatenated, joined, split
+from lightning_rotor.planning.outside import measured_outside
 from lightning_rotor.planning.plan import Plan
-from lightning_rotor.profiling.meters import MeteredPhase
+from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.simulator import Simulation
 from tests.strategies import KINDS, random_chain
 
@@ -103,23 +104,28 @@ def test_what_a_step_shows_of_the_outside_is_what_there_was(seed: int) -> None:
     assert again.peak_bytes >= real.peak_bytes
 
 
-def phases_of(real: Simulation, lengths: list[int]) -> list[MeteredPhase]:
+def phases_of(real: Simulation, lengths: list[int]) -> list[StepPhase]:
     """The phases of a simulated step with two calls, as a meter would tell them."""
     second = lengths[0] + 1
-    marks = {("forward", 0): "into 0", ("forward", lengths[0]): "behind 0", ("forward", second): "into 1"}
-    marks |= {("forward", sum(lengths) + 1): "behind 1", ("backward", sum(lengths) + 1): "loss"}
-    phases: list[MeteredPhase] = []
-    level, label = 0, ""
+    marks = {
+        ("forward", 0): Mark(PhaseKind.FORWARD, 0),
+        ("forward", lengths[0]): Mark(PhaseKind.AFTER, 0),
+        ("forward", second): Mark(PhaseKind.FORWARD, 1),
+        ("forward", sum(lengths) + 1): Mark(PhaseKind.AFTER, 1),
+        ("backward", sum(lengths) + 1): Mark(PhaseKind.LOSS),
+    }
+    phases: list[StepPhase] = []
+    level, mark = 0, Mark(PhaseKind.START)
     for event in real.events:
-        new = marks.get((event.phase, event.stage), label)
+        new = marks.get((event.phase, event.stage), mark)
         if event.phase != "forward" and event.stage not in (lengths[0], sum(lengths) + 1):
-            new = f"back to {int(event.stage >= second)}"
-        if new != label:
-            phases.append(MeteredPhase(new, level, event.peak_bytes, event.after_bytes))
+            new = Mark(PhaseKind.BACKWARD, int(event.stage >= second))
+        if new != mark:
+            phases.append(StepPhase(new, level, event.peak_bytes, event.after_bytes))
         else:
             last = phases[-1]
-            phases[-1] = MeteredPhase(new, last.start_bytes, max(last.peak_bytes, event.peak_bytes), event.after_bytes)
-        label, level = new, event.after_bytes
+            phases[-1] = StepPhase(new, last.start_bytes, max(last.peak_bytes, event.peak_bytes), event.after_bytes)
+        mark, level = new, event.after_bytes
     return phases
 
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_rotor import Checkpointable, ModelError
 from lightning_rotor.capture.cuts import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
-from lightning_rotor.planned.cuts import KnownCuts
+from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.schedule import Schedule
 

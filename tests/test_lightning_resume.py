@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_rotor.planned.plans
+import lightning_rotor.planned.module_plans
 from lightning_rotor import RotorCallback, RotorWarning
 from lightning_rotor.profiling import Profile, profile_chain
 from tests.training import assert_same_bits
@@ -72,7 +72,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count.append(1)
         return profile_chain(*args, **kwargs)
 
-    monkeypatch.setattr(lightning_rotor.planned.plans, "profile_chain", counted)
+    monkeypatch.setattr(lightning_rotor.planned.module_plans, "profile_chain", counted)
     return count
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import Checkpointable, RotorCallback, RotorWarning, ShortageError
-from lightning_rotor.planned.step import StepPlanner
+from lightning_rotor.planned.step_planner import StepPlanner
 from lightning_rotor.planning import Plan
 from tests.training import assert_same_bits, generator_states
 

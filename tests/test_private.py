@@ -789,7 +789,11 @@ def test_threads_are_counted_and_global_generators_are_those_of_the_functions() 
     waiting.put(None)  # a thread of Python's own hands it on, as for each worker of a DataLoader
     assert private.threads() == before
     waiting.get()
-    thread = threading.Thread(target=lambda: waiting.get())  # a user's thread that waits in the same file
+
+    def users_thread() -> None:
+        waiting.get()
+
+    thread = threading.Thread(target=users_thread)  # a user's thread that waits in the same file
     thread.start()
     assert private.threads() == before + 1
     waiting.put(None)

@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_rotor import BudgetError, RotorCallback, RotorWarning
 from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.planned.step_state import State
 from lightning_rotor.profiling import StepMeter
 from tests.grids import few
 from tests.training import train
@@ -119,7 +120,7 @@ class WholeSteps(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
         planner = None if self.rotor is None else self.rotor._planner
-        if planner is not None and not (planner.is_settled and planner.limit.knows_final_peak):
+        if planner is not None and not (planner.state is State.STEADY and planner.limit.knows_final_peak):
             return
         if planner is not None and planner.watch.running:
             return

@@ -14,11 +14,12 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import UnitError
 from lightning_rotor.planned.cache import MAX_PLANS
-from lightning_rotor.planned.forward import is_shortage
-from lightning_rotor.planned.joint import StepPlan
-from lightning_rotor.planned.plans import PlanSettings
-from lightning_rotor.planned.step import StepPlanner
+from lightning_rotor.planned.module_plans import PlanSettings
+from lightning_rotor.planned.out_of_memory import is_shortage
+from lightning_rotor.planned.step_planner import StepPlanner
+from lightning_rotor.planned.step_state import State
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning.joint_chain import StepPlan
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
 from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered, show
@@ -345,9 +346,9 @@ class RotorCallback(Callback):
         planner = self._planner
         if planner is None:
             return
-        if planner.plan is not None and not planner.is_settled:
+        if planner.plan is not None and planner.state is not State.STEADY:
             self._report(trainer)
-        if planner.plan is None and not planner.was_put_off and not planner.planned_nothing:
+        if planner.plan is None and planner.state in (State.CHOOSING, State.PLANNING):
             planner.loop.warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with "
                 "gradients. Name another one with RotorCallback(module=...)"

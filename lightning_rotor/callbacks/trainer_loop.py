@@ -152,6 +152,7 @@ class TrainerLoop(TrainingLoop):
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
         self.model, self.trainer = model, trainer
+        self.warned_of = set()
         self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = private.is_overridden("forward", model) and not self.is_compiled

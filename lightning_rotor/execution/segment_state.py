@@ -184,7 +184,7 @@ class SegmentState:
         return sum(_size(module, block_bytes) for module in self.remembered)
 
     def copied_bytes(self, block_bytes: int) -> int:
-        """Bytes of copies of all that a forward may change, see ``planned.forward.BeforeForward``."""
+        """Bytes of copies of all that a forward may change, see ``planned.out_of_memory.BeforeForward``."""
         statistics = sum(in_blocks(each.scratch.nbytes, block_bytes) for each in self.statistics)
         return statistics + self.remembered_bytes(block_bytes)
 

@@ -65,6 +65,8 @@ class Budget:
         available_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
         reserved_bytes: The part of the user's limit that is not for the chain; only error messages need it.
         guessed_bytes: What of it is a guess, and not worth an error.
+        is_provisional: It is small on purpose, since other calls share the step. That nothing fits is no error: the
+            plan that takes least runs, until a plan for all calls follows.
     """
 
     available_bytes: int
@@ -73,6 +75,7 @@ class Budget:
     reserved_bytes: int = 0
     reserved_for: str = ""
     guessed_bytes: int = 0
+    is_provisional: bool = False
     error: type[BudgetError] = BudgetError
 
     @property

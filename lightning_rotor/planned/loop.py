@@ -42,6 +42,7 @@ class TrainingLoop(Protocol):
     wrapped: Callable[[], nn.Module | None]  # the model as the strategy has wrapped it
     gradients_linger: Callable[[], bool]  # those of one step are there until after the next forward, and no longer
     steps: Callable[[], int]  # of all optimizers so far
+    warned_of: set[str]  # topics of warnings that come once
 
     def has_hooks_at_end(self) -> bool:
         """True if the user's code runs between a backward and the end of a step, whose memory nobody knows before."""
@@ -67,6 +68,12 @@ class TrainingLoop(Protocol):
         """Tell the user, once for all processes."""
         if self.is_lead:
             warnings.warn(message, RotorWarning, stacklevel=2)
+
+    def warn_once(self, topic: str, message: str) -> None:
+        """Tell the user, unless this training has warned of the topic before."""
+        if topic not in self.warned_of:
+            self.warned_of.add(topic)
+            self.warn(message)
 
     # ---------------------------------------------------------------- memory
 

@@ -15,20 +15,14 @@ from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.planned.cache import model_fingerprint
-from lightning_rotor.planned.forward import (
-    NO_GRAPH,
-    ForwardInPlace,
-    ForwardWithoutCaches,
-    KeyValueCaches,
-    PlannedForward,
-    attach,
-    detach,
-    inactive,
-    is_attached,
-)
+from lightning_rotor.planned.attachment import ForwardInPlace, attach, detach, inactive, is_attached
+from lightning_rotor.planned.budget_source import BudgetSource
+from lightning_rotor.planned.forward import NO_GRAPH, PlannedForward
+from lightning_rotor.planned.key_value_caches import ForwardWithoutCaches, KeyValueCaches
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.prepared import Prepared
+from lightning_rotor.planned.records import model_fingerprint
 from lightning_rotor.planned.target_search import Target, TargetSearch, may_be_planned, named_target, spelled_shares
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import INNER, is_compiled, outside_of_graphs
@@ -46,7 +40,7 @@ class PlannedModule:
     """One planned module."""
 
     target: Target
-    plans: Plans
+    plans: ModulePlans
     caches: KeyValueCaches
 
     def to_plain(self) -> dict[str, Any]:
@@ -106,7 +100,7 @@ class PlannedModules:
         self._unseen: dict[str, Target] = {}
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []  # forwards in the place of modules' own
         self._refusals: list[RotorError] = []
-        self.is_guess = self._is_news = False
+        self._told_of: list[PlannedModule] = []  # when it was said last what is planned
 
     def __iter__(self) -> Iterator[PlannedModule]:
         return iter(self._modules)
@@ -138,30 +132,41 @@ class PlannedModules:
 
     def measured_overhead(self, plan: Plan) -> float | None:
         """Time of a step's calls beyond that of plain ones, by that; None before the second step under it."""
-        found = [(call, entry) for module in self for call in plan.calls if (entry := module.plans.under(call))]
-        overheads = [(call, entry.measured_overhead) for call, entry in found]
-        seconds = [overhead * call.chain.step_seconds for call, overhead in overheads if overhead is not None]
-        if len(seconds) < len(plan.calls) or not plan.chain.step_seconds:
-            return None
-        return sum(seconds) / plan.chain.step_seconds
+        seconds = 0.0
+        for call in plan.calls:
+            prepared = self._prepared_under(call)
+            overhead = None if prepared is None else prepared.measured_overhead
+            if overhead is None:
+                return None
+            seconds += overhead * call.chain.step_seconds
+        return seconds / plan.chain.step_seconds if plan.chain.step_seconds else None
+
+    def _prepared_under(self, plan: Plan) -> Prepared | None:
+        """The entry that a plan is in use for; None if it is in use no more."""
+        entries = (module.plans.entry_under(plan) for module in self)
+        return next(filter(None, entries), None)
 
     # ---------------------------------------------------------------- which they are
 
-    def begin(self, known: Sequence[Target] = ()) -> None:
-        """Plan what the user has named, or what saved plans are for (``known``); else whatever the first calls show."""
+    def begin(self, known: Sequence[Target] = ()) -> bool:
+        """Plan what the user has named, or what saved plans are for (``known``); else guess from the modules' sizes.
+
+        Returns:
+            True if the choice stays; False if it is a guess until the first batch has been looked at.
+        """
         if self._names is not None:
             self._take([named_target(self._loop.model, name) for name in self._names])
-            return
+            return True
         assert self._search is not None
-        self.is_guess = not known
         if known:
             self._search.close(())
         self._take(known or self._search.targets())
+        return bool(known)
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
         """Decide by the compute of the first batch, as the first process does. True if others than before."""
         assert self._search is not None
-        before, self.is_guess = list(self), False
+        before = list(self)
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         targets = self._search.targets()
         told = [(target.name, target.is_unseen) for target in targets], self._search.is_open, self._search.messages
@@ -186,9 +191,8 @@ class PlannedModules:
             if waiting.module in inside or target.module in waiting.module.modules():
                 self._dismiss(other)
         self._plan(target)
-        self._is_news = True
 
-    def close(self, calls: Sequence[str]) -> list[Plans]:
+    def close(self, calls: Sequence[str]) -> list[ModulePlans]:
         """The first step is over, and has called these of the modules, once for each name. Returns plans given up.
 
         Modules that it has not called are planned no more, nor those that hardly count.
@@ -220,22 +224,22 @@ class PlannedModules:
             and count * chain.kept_bytes < _SLIGHT * kept_bytes
         }
 
-    def objection(self, plans: Plans, cut: SequentialCut | GraphCut) -> ModelError | None:
-        """An error if most of a module that nobody has named is in parts that are one stage, and that can be planned.
+    def object_to(self, plans: ModulePlans, cut: SequentialCut | GraphCut) -> None:
+        """Raise ``ModelError`` if most of a module that nobody has named is in parts that are better planned alone.
 
         A model may do one thing that no recording can hold around all of its layers: it sets an attribute, or asks for
-        a value. Then its parts are planned.
+        a value. Each of its parts is one stage then, from which nothing can be saved, though the parts could be cut.
         """
         if self._search is None or not isinstance(cut, GraphCut) or cut.opaque_share() < _MOST:
-            return None
+            return
         target = next(module.target for module in self if module.plans is plans)
         inside = [cut.module.get_submodule(path) for path in cut.opaque]
         if not any(may_be_planned(part) for module in inside for part in list(module.modules())[1:]):
-            return None
+            return
         (path, reason), *_ = cut.opaque.items()
-        return ModelError(f"{target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
+        raise ModelError(f"{target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
 
-    def refuse(self, plans: Plans, error: RotorError) -> None:
+    def refuse(self, plans: ModulePlans, error: RotorError) -> None:
         """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
         if self._search is None:
             raise error
@@ -243,12 +247,12 @@ class PlannedModules:
         self._search.refused.add(module.target.name)
         self._refusals.append(error)
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
-        found = [each.target for each in self if each is not module and each.target.is_unseen]
-        self._take([*found, *self._search.targets()])
+        found_in_step = [each.target for each in self if each is not module and each.target.is_unseen]
+        self._take([*found_in_step, *self._search.targets()])
         if module.caches:
             self._attach(module.target.module, ForwardWithoutCaches(module.caches))
 
-    def is_alone(self, plans: Plans) -> bool:
+    def is_alone(self, plans: ModulePlans) -> bool:
         """True if a step calls nothing else that is planned, as far as is known."""
         calls = 0 if self._search is None else self._search.calls([each.target.name for each in self])
         return calls <= 1 and all(each.plans is plans for each in self)
@@ -261,23 +265,23 @@ class PlannedModules:
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of now; ``BudgetError`` if none fits."""
-        module = next((module for module in self if module.plans.under(plan)), None)
+        module = next((module for module in self if module.plans.entry_under(plan)), None)
         return plan if module is None else module.plans.replan(plan)
 
-    def unplan(self, keep: Callable[[Plan], bool]) -> None:
-        """Drop all plans but those to keep."""
+    def keep_only(self, is_kept: Callable[[Plan], bool]) -> None:
+        """Drop all other plans."""
         for module in self:
-            module.plans.cache.unplan(keep)
+            module.plans.cache.keep_only_plans(is_kept)
 
     def is_capped(self, plan: Plan) -> bool:
         """True if a plan has all that plans may take since the device ran out of memory."""
         return any(module.plans.ceiling.caps(part) for module in self for part in plan.calls)
 
     def tell(self) -> None:
-        """Say what is planned, and warn of what is not, or not as it was, once that is certain."""
-        if self.is_guess or self.is_open or not self._is_news or not self._modules:
+        """Say what is planned, and warn of what is not, or not as it was, unless that was said or is not certain."""
+        if self.is_open or not self._modules or self._modules == self._told_of:
             return  # that nothing is planned, :attr:`why_nothing` says
-        self._is_news = False
+        self._told_of = list(self._modules)
         if self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
         for target in (module.target for module in self):
@@ -291,7 +295,7 @@ class PlannedModules:
     @property
     def why_nothing(self) -> str:
         """Why no module is planned; empty if one is, or may be."""
-        if self._modules or self._unseen or self.is_guess:
+        if self._modules or self._unseen:
             return ""
         if self._refusals:
             return str(self._refusals[0])  # of the one with most compute
@@ -325,7 +329,6 @@ class PlannedModules:
         except BaseException:
             self.end()
             raise
-        self._is_news = True
 
     def _plan(self, target: Target) -> None:
         _check_apart(self._loop.model, target)

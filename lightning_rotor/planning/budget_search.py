@@ -20,8 +20,8 @@ _CLOSE = 0.9
 # Budgets that differ by a smaller share of the limit lead to nearly the same plan, which is not worth a measured step.
 _NARROW = 0.01
 _MOST_OVERSHOOTS, _MOST_GROWTHS = 5, 8
-# Between a good and a bad budget, the next one is at least this share of the gap away from both: peaks jump from plan to
-# plan, so the line between two measurements may point next to one of them again and again.
+# Between a good and a bad budget, the next one is at least this share of the gap away from both: peaks jump from plan
+# to plan, so the line between two measurements may point next to one of them again and again.
 _MARGIN = 0.1
 
 

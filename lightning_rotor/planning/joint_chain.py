@@ -94,10 +94,9 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
         else:
             # A later call of the module, whose backward comes first, leaves gradients that these are added to.
             is_called_again = name in names[number + 1 :]
-            for stage in part:
-                stages.append(_stage_of_call(stage, name, len(skips), gradients_exist=is_called_again))
-            for skip in part.skips:
-                skips.append(replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)))
+            first_skip = len(skips)
+            stages += [_stage_of_call(stage, name, first_skip, gradients_exist=is_called_again) for stage in part]
+            skips += [replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)) for skip in part.skips]
         is_last = number + 1 == len(parts)
         # The code behind a call holds the call's output and leaves its gradient.
         output_bytes = chain.stages[-1].output_bytes

@@ -181,7 +181,7 @@ class _Noticed:
 
 
 _DRAW_NOTHING = tuple(
-    os.sep + os.path.join(*path.split("/"))
+    f"{os.sep}{path.replace('/', os.sep)}"
     for path in (
         "execnet/",  # pytest-xdist's channel
         "tqdm/",  # the monitor of progress bars

@@ -1,24 +1,22 @@
-"""The ways in which one module was cut into stages, each for other calls, and what a plan for a call depends on."""
+"""The ways in which one module was cut into stages, each for other calls."""
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
 from lightning_rotor.capture.guards import ModuleFacts, Watch
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.planned.signature import Modes, Signature, modes_of
 from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
-from lightning_rotor.private.values import require_tensors, tensors_in
+from lightning_rotor.private.values import require_tensors
 from lightning_rotor.profiling.dry_run import require_same, undrawn
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.stages.generators import leaving_alone
@@ -26,39 +24,6 @@ from lightning_rotor.stages.sequential import is_plain_stock
 
 _log = logging.getLogger(__name__)
 _MANY_CUTS = 12
-Modes: TypeAlias = tuple[tuple[bool, ...], tuple[tuple[bool, torch.dtype], ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What a plan is made for."""
-
-    shapes: tuple[tuple[int, ...], ...]  # of the tensors that the chain takes; behind them, entries of packed sequences
-    kinds: tuple[tuple[torch.dtype, torch.device, bool], ...]  # for each tensor, with whether a gradient is due
-    cut: SequentialCut | GraphCut
-    autocast: tuple[tuple[bool, torch.dtype], ...]  # for the CPU and for CUDA, whether it is on, and its type
-    modes: Modes  # which modules train (dropout may be off), which parameters learn, and their types
-
-    @property
-    def has_totals(self) -> bool:
-        """True if it counts the entries of packed sequences, which are values."""
-        return len(self.shapes) > len(self.kinds)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the chain runs."""
-        return self.kinds[0][1]
-
-    @property
-    def family(self) -> Any:
-        """Equal for signatures that differ in the sizes of tensors alone."""
-        names = tuple(stage.name for stage in self.cut.stages)
-        return self.modes, self.kinds, self.autocast, self.cut.way, tuple(map(len, self.shapes)), names
-
-    @property
-    def size(self) -> int:
-        """Elements of all tensors together."""
-        return sum(map(math.prod, self.shapes))
 
 
 class KnownCuts:
@@ -183,20 +148,9 @@ class KnownCuts:
 
     def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
         """Signature of a bound call."""
-        tensors = tensors_in(value)
         if self._modes is None:
-            self._modes = (
-                tuple(module.training for module in self._submodules or ()),
-                tuple((parameter.requires_grad, parameter.dtype) for parameter in self._module.parameters()),
-            )
-        totals = cut.recording.guards.totals if isinstance(cut, GraphCut) else ()
-        return Signature(
-            (*(tuple(tensor.shape) for tensor in tensors), *((total,) for total in totals)),
-            tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors),
-            cut,
-            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
-            self._modes,
-        )
+            self._modes = modes_of(self._module, self._submodules or ())
+        return Signature.of(cut, value, self._modes)
 
     def _require_initialized(self) -> None:
         lazy = [

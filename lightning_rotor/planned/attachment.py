@@ -1,0 +1,93 @@
+"""Another forward in the place of a module's own, and the way back.
+
+It stands in the instance's ``__dict__``, so that the class, its subclasses and other instances are as they were, and
+whatever calls the module (hooks, wrappers, the user's code) calls it as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+from lightning_rotor.private.torch_names import is_captured
+
+_KEY = "_lightning_rotor"  # of a module's ``__dict__``, for what runs in the place of its forward
+
+
+class ForwardInPlace(Protocol):
+    """What runs instead of a module's ``forward``. A copy of it, in a copied module, runs the module plainly."""
+
+    @property
+    def active(self) -> bool:
+        """True if it is more than a copy."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module."""
+
+
+@lru_cache(128)
+def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for a class's ``forward``, and says that it has the same arguments.
+
+    As a bound method in the instance's ``__dict__``, named like the one it replaces: ``copy`` and ``pickle`` then bind
+    it to the copy, which a closure over the module would not survive.
+    """
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Whoever takes the computation down for another runtime wants the module as the user wrote it.
+        if is_captured():
+            return type(self).forward(self, *args, **kwargs)
+        return self.__dict__[_KEY](self, args, kwargs)
+
+    forward.__name__ = "forward"
+    return forward
+
+
+def attach(module: nn.Module, planned: ForwardInPlace) -> None:
+    """Run a module through a planned forward from now on; ``ModelError`` if its ``forward`` is already replaced."""
+    if "forward" in module.__dict__ and (_KEY not in module.__dict__ or is_attached(module)):
+        raise ModelError(
+            f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
+            "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
+            "of its submodules"
+        )
+    module.__dict__[_KEY] = planned
+    module.__dict__["forward"] = MethodType(_in_place_of(type(module).forward), module)
+
+
+def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
+    """Undo :func:`attach`, of ``planned`` if given. Does nothing if it was undone before."""
+    attached = module.__dict__.get(_KEY)
+    if attached is not None and planned in (None, attached):
+        module.__dict__.pop("forward", None)
+        del module.__dict__[_KEY]  # last, so that it can be done again after an interrupt in between
+
+
+def is_attached(module: nn.Module) -> bool:
+    """True if a module runs through a planned forward."""
+    planned: ForwardInPlace | None = module.__dict__.get(_KEY)
+    return planned is not None and planned.active
+
+
+class PlainForward:
+    """Stands in a copied module (an averaged model, a pickled checkpoint), and runs the copy plainly."""
+
+    active = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return inactive, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of the module."""
+        return type(module).forward(module, *args, **kwargs)
+
+
+def inactive() -> PlainForward:
+    """A copy's forward. Pickled models name this function."""
+    return PlainForward()

@@ -1,0 +1,130 @@
+"""The one question that planned modules ask, what a plan may use, and the events that they tell of.
+
+Who answers and listens is a :class:`~lightning_rotor.Checkpointable`, for one module with a limit of its own, or the
+planner of a training's steps, for all modules that share one limit::
+
+    planned forward ── budget()? ──► BudgetSource
+                    ── hear(event) ─► may raise, which ends the call
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ReferenceType
+
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
+from lightning_rotor.execution.executor import Pending
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.agreement import Agreement
+from lightning_rotor.planned.prepared import Prepared, Turn
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning import Plan
+from lightning_rotor.profiling import Profile
+
+if TYPE_CHECKING:
+    from lightning_rotor.planned.module_plans import ModulePlans
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuringBegins:
+    """A module is about to run for cutting and measuring, which needs torch's profiler."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCut:
+    """A module was cut into stages. A ``ModelError`` of the listener's leaves it unplanned, as ``NoChain`` does."""
+
+    plans: ModulePlans
+    cut: SequentialCut | GraphCut
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMade:
+    """A plan was made, and will run."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegins:
+    """A call is about to run under a plan, with this input."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class CallRan:
+    """A call has run under a plan, and waits for its backward."""
+
+    plans: ModulePlans
+    signature: Signature
+    prepared: Prepared
+    pending: ReferenceType[Pending]
+
+
+@dataclass(frozen=True, slots=True)
+class NoChain:
+    """A module turned out to be no chain. It runs plainly, unless the listener raises."""
+
+    plans: ModulePlans
+    error: RotorError
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilerBusy:
+    """A module cannot be measured in this call. It runs plainly this time, unless the listener raises."""
+
+    error: ProfilerBusyError
+
+
+@dataclass(frozen=True, slots=True)
+class NothingFits:
+    """No plan keeps the budget. The one that takes least runs, unless the listener raises."""
+
+    error: BudgetError
+
+
+PlanEvent: TypeAlias = (
+    MeasuringBegins | ModuleCut | PlanMade | CallBegins | CallRan | NoChain | ProfilerBusy | NothingFits
+)
+
+
+class BudgetSource:
+    """Answers what plans may use, and hears of events. Subclasses answer; by default errors end the call.
+
+    Attributes:
+        ranks: The processes that agree on plans; each source has its own.
+        accumulates: Budgets may be for steps that add to gradients which are there.
+    """
+
+    ranks: Agreement
+    accumulates = True
+
+    @property
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
+        return ()
+
+    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
+        """Bytes that one plan of a module may use at this moment."""
+        raise NotImplementedError
+
+    def plans_by_seconds(self, plans: ModulePlans) -> bool:
+        """True if a plan of a module may be replaced by a faster one once its calls have been timed."""
+        return True
+
+    def hear(self, event: PlanEvent) -> None:
+        """Something has happened. What this raises ends the call."""
+        if isinstance(event, (NoChain, ProfilerBusy, NothingFits)):
+            raise event.error
+
+
+def objection(source: BudgetSource, plans: ModulePlans, cut: SequentialCut | GraphCut) -> ModelError | None:
+    """Why a new cut should not be planned; None if it should."""
+    try:
+        source.hear(ModuleCut(plans, cut))
+    except ModelError as error:
+        return error
+    return None

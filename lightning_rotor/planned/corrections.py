@@ -1,0 +1,136 @@
+"""What measured steps have taught about each chain: how much more, or less, its plans may use than was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planning import Plan
+from lightning_rotor.planning import plan as solve
+from lightning_rotor.planning.budget_search import BudgetSearch, Trial
+from lightning_rotor.planning.outside import Foresight
+
+_MOST_CHAINS = 256
+_MOST_FORESEEN = 12  # budgets that are looked at before one is tried
+
+
+class Corrections:
+    """The searches for budgets of all chains, by the chains' fingerprints; those used last are kept."""
+
+    def __init__(self) -> None:
+        self._searches: dict[str, BudgetSearch] = {}
+
+    def __contains__(self, chain: Chain) -> bool:
+        return chain.fingerprint in self._searches
+
+    def to_plain(self) -> dict[str, list[int]]:
+        """For each chain, by its fingerprint, its size and its correction; in bytes."""
+        return {name: [each.chain_bytes, each.correction_bytes] for name, each in self._searches.items()}
+
+    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
+        """Take over the corrections of an earlier training."""
+        for name, (chain_bytes, correction_bytes) in corrections.items():
+            self._searches[name] = BudgetSearch(chain_bytes, correction_bytes)
+
+    def of(self, chain: Chain) -> int:
+        """Bytes that a chain's plans leave free besides what was predicted.
+
+        For a chain that was never watched it is the largest of the others, in proportion to their sizes.
+        """
+        own = self._searches.get(chain.fingerprint)
+        if own is not None:
+            return own.correction_bytes
+        size_bytes = _size_of(chain)
+        others = self._searches.values()
+        scaled = [int(each.correction_bytes * max(1, size_bytes / each.chain_bytes)) for each in others]
+        return max(scaled, default=0)
+
+    def search_for(self, chain: Chain) -> BudgetSearch:
+        """The search of a chain, which begins with the correction of the others and is now used last."""
+        correction_bytes = self.of(chain)
+        search = self._searches.pop(chain.fingerprint, None) or BudgetSearch(_size_of(chain), correction_bytes)
+        self._searches[chain.fingerprint] = search
+        if len(self._searches) > _MOST_CHAINS:
+            del self._searches[next(iter(self._searches))]
+        return search
+
+    # ---------------------------------------------------------------- a measured step
+
+    def correct(
+        self,
+        modules: PlannedModules,
+        plan: Plan,
+        measured_bytes: int,
+        *,
+        limit_bytes: int,
+        available_bytes: int,
+        foresight: Callable[[], Foresight | None],
+    ) -> bool:
+        """Replace a plan if a step has shown how to do better.
+
+        Args:
+            modules: Whose plans are replaced.
+            plan: The step has run under it.
+            measured_bytes: Peak of the process until the optimizer's step.
+            limit_bytes: For the process.
+            available_bytes: What of it the chain could use if nothing had been learned.
+            foresight: Tells the peaks of a step like this one under other plans.
+        Returns:
+            False if the peak is above the limit, and no plan takes less.
+        """
+        search = self.search_for(plan.chain)
+        exceeds = measured_bytes > limit_bytes
+        trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
+        budget_bytes = search.next_budget(trial, limit_bytes)
+        foresee = foresight() if budget_bytes else None
+        if budget_bytes and foresee is not None:
+            # What a chain's costs overstate (bounds of messages), they overstate under every plan.
+            overstated_bytes = max(foresee(plan) - measured_bytes, 0)
+            foreseen_bytes = _foreseen_budget(limit_bytes + overstated_bytes, plan, budget_bytes, foresee)
+            may_use = exceeds or foreseen_bytes > plan.budget_bytes
+            budget_bytes = foreseen_bytes if may_use else None
+        if exceeds:  # where other plans did not help, the one that takes least
+            return _replan(modules, plan, search, available_bytes, budget_bytes or 0)
+        if budget_bytes is not None:
+            _replan(modules, plan, search, available_bytes, budget_bytes)
+        return True
+
+
+def _size_of(chain: Chain) -> int:
+    """Bytes that a chain holds if nothing is recomputed, at least 1, to compare chains by."""
+    return max(chain.kept_bytes, 1)
+
+
+def _foreseen_budget(limit_bytes: int, plan: Plan, budget_bytes: int, foresee: Foresight) -> int:
+    """A budget of at most so many bytes for a plan's chain whose plan is foreseen to keep the limit; 0 if none is."""
+    for _ in range(_MOST_FORESEEN):
+        try:
+            candidate = solve(plan.chain, max(budget_bytes, 1), slots=plan.slots, **plan.conditions)
+        except BudgetError:
+            return 0
+        excess_bytes = foresee(candidate) - limit_bytes
+        if excess_bytes <= 0:
+            return budget_bytes
+        budget_bytes = candidate.peak_bytes - excess_bytes
+    return 0
+
+
+def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available_bytes: int, budget_bytes: int) -> bool:
+    """Give a chain another budget, or the least one if no plan keeps it. False if that changes nothing.
+
+    ``available_bytes`` is what the chain could use if nothing had been learned.
+    """
+    before_bytes = search.correction_bytes
+    running_bytes = available_bytes - plan.budget_bytes  # the correction that the running plan has
+    search.correction_bytes = available_bytes - budget_bytes
+    try:
+        modules.replan(plan)
+    except BudgetError as error:
+        search.correction_bytes -= error.minimum_bytes - error.budget_bytes
+        if search.correction_bytes <= running_bytes:
+            search.correction_bytes = before_bytes
+            return False
+        return modules.replan(plan).schedule != plan.schedule
+    return True

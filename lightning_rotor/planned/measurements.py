@@ -1,0 +1,78 @@
+"""Measured costs of one module, and what follows from them for sizes that were never measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning.size_bounds import bound_at
+from lightning_rotor.private.values import spelled
+from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.chain import profile_over
+from lightning_rotor.stages.sequential import Stage, wiring_of
+
+_MOST_MEASURED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Costs at least as high as would be measured; ``is_near`` if they are not much higher."""
+
+    profile: Profile
+    is_near: bool
+
+
+class Measurements:
+    """The measured signatures of one module, those measured last."""
+
+    def __init__(self) -> None:
+        self._profiles: dict[Signature, Profile] = {}
+
+    def add(self, signature: Signature, profile: Profile) -> None:
+        """Remember what was measured."""
+        self._profiles.pop(signature, None)
+        # Without the shapes that its stages take: equal stages of several measurements are then the same objects.
+        bare = tuple(replace(stage, takes=()) for stage in profile.chain)
+        self._profiles[signature] = replace(profile, chain=replace(profile.chain, stages=bare))
+        for oldest in list(self._profiles)[:-_MOST_MEASURED]:
+            del self._profiles[oldest]
+
+    def keep_only(self, is_kept: Callable[[Signature], bool]) -> None:
+        """Forget all other signatures."""
+        self._profiles = {signature: profile for signature, profile in self._profiles.items() if is_kept(signature)}
+
+    def estimate(self, signature: Signature) -> Estimate | None:
+        """Costs for a signature from those of other sizes; None if it must be measured."""
+        wanted = signature.family
+        family = [measured for measured in self._profiles if measured.family == wanted]
+        chains = [(measured.shapes, self._profiles[measured].chain) for measured in family]
+        bound = bound_at(signature.shapes, chains)
+        if bound is None:
+            return None
+        measured = family[bound.measurement]
+        profile, chain = self._profiles[measured], bound.chain
+        try:
+            first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
+            chain = replace(chain, stages=(first, *chain.stages[1:]))
+            if measured.cut is signature.cut:
+                return Estimate(replace(profile, chain=chain), bound.is_near)
+            estimated = profile_over(
+                signature.cut.stages,
+                chain,
+                group_sizes=profile.group_sizes,
+                remembered=profile.remembered,
+                drawn=profile.drawn,
+            )
+        except (ValueError, IndexError):  # the stages are others
+            return None
+        return Estimate(estimated, bound.is_near)
+
+
+def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
+    """Tensors that the first stage reads, for which a plan is made."""
+    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=False))
+    reads = wiring_of(stages).wire.reads
+    if len(reads) != len(names):  # one value that holds several
+        return names
+    return tuple(name for read, name in zip(reads, names, strict=True) if read in stages[0].reads)

@@ -1,0 +1,509 @@
+"""The plans of one module, and how a new call gets one.
+
+From cheap to dear: a call's plan is in the cache; a checkpoint says what was measured and planned; its costs follow
+from those of measured sizes around it (:class:`.Measurements`); it is measured and planned.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_rotor.capture.compiled import CompiledModules, Variants
+from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import (
+    BudgetError,
+    MessageError,
+    PlanError,
+    ProfilerBusyError,
+    ProfilingError,
+    UnitError,
+)
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.budget_source import BudgetSource, MeasuringBegins, NothingFits, PlanMade
+from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
+from lightning_rotor.planned.known_cuts import KnownCuts
+from lightning_rotor.planned.measurements import Measurements
+from lightning_rotor.planned.prepared import Costs, Prepared, corrected, costs_of, may_be_planned_again
+from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
+from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.meters import measuring_progress
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import format_bytes, format_seconds
+
+_log = logging.getLogger(__name__)
+_SERVED = 4  # sizes to come, at least, that pay for measuring one
+_FAR_OFF, _NOTABLE = 0.05, 0.005  # of an overhead, and of a step
+_SLIGHT = 0.01  # of a step
+_NEAREST = 4  # schedules of other sizes that are tried for a new one
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """How plans are made; ``UnitError`` unless ``slots`` and ``max_plans`` are positive integers."""
+
+    slots: int = DEFAULT_SLOTS
+    max_plans: int = MAX_PLANS
+    compiled_variants: Variants = "exact"
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, number, default in (("slots", self.slots, DEFAULT_SLOTS), ("max_plans", self.max_plans, MAX_PLANS)):
+            if number < 1:
+                raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
+
+
+@dataclass(slots=True)
+class _Account:
+    """Seconds that steps have lost for want of something better, and the price of that in seconds."""
+
+    price_seconds: float = 0.0
+    lost_seconds: float = 0.0
+
+    def pays(self, lost_seconds: float) -> bool:
+        """Add a loss. True if steps have lost more than the price since it was paid last."""
+        self.lost_seconds += lost_seconds
+        if self.lost_seconds <= self.price_seconds:
+            return False
+        self.lost_seconds = 0.0
+        return True
+
+
+@dataclass(slots=True)
+class Ceiling:
+    """The most that any plan may take since the device ran out of memory; None if it never did."""
+
+    size_bytes: int | None = None
+
+    def lower(self, plan: Plan, *, to_the_least: bool = False) -> bool:
+        """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
+        least = minimum_budget(plan.chain, slots=plan.slots, **plan.conditions).peak_bytes
+        if plan.peak_bytes <= least:
+            return False
+        self.size_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
+        return True
+
+    def caps(self, plan: Plan) -> bool:
+        """True if a plan has all that plans may take since then."""
+        return self.size_bytes is not None and plan.budget_bytes >= self.size_bytes
+
+
+class ModulePlans:
+    """The plans of one module, or ``ModelError`` if it can be no chain; ``name`` says where in the model it is."""
+
+    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
+        check_module(module)
+        self.name = name
+        self.ceiling = Ceiling()
+        self.cache = PlanCache(settings.max_plans)
+        self.measuring_seconds = 0.0
+        self._source, self._settings = source, settings
+        self._cuts = KnownCuts(
+            module, most=settings.max_plans, on_cut=lambda: source.hear(MeasuringBegins()), ranks=source.ranks
+        )
+        self._measurements = Measurements()
+        self._compiled = CompiledModules(settings.compiled_variants)
+        self._records: dict[str, Record] = {}  # of an earlier training, by call
+        self._searching, self._measuring = _Account(), _Account()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan for the signature used last."""
+        if not len(self.cache):
+            return None
+        entry = self.cache.latest[1]
+        return entry.plan if isinstance(entry, Prepared) else None
+
+    @property
+    def cuts_made(self) -> int:
+        """How often the module was cut; 0 until it has turned out to be a chain."""
+        return self._cuts.made
+
+    @property
+    def together(self) -> bool:
+        """True if other processes measure and plan whenever this one does, as messages were seen between them."""
+        return self._source.ranks.together
+
+    # ---------------------------------------------------------------- the cut and the signature of a call
+
+    def _follow_changes(self) -> None:
+        """Forget everything if the module has changed."""
+        if self._cuts.follow_changes():
+            self.forget()
+
+    def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Cut, measure or plan a call anew if another process must, or has another plan for it. All must ask."""
+        self._follow_changes()
+        ranks, signature = self._source.ranks, self._cuts.known_signature(args, kwargs)
+        entry = None if signature is None else self.cache.use(signature, self._source.turn)
+        prepared = entry if isinstance(entry, Prepared) else None
+        if ranks.all_run(None if prepared is None else prepared.schedule):
+            return
+        if ranks.any(prepared is not None and prepared.is_chosen):
+            raise MessageError(
+                "a schedule was chosen by use() that other processes do not run for this call, with which the module "
+                "exchanges messages: expected use() of the same schedule in each of them, or in none"
+            )
+        if signature is not None and entry is not None:
+            self.cache.put(signature, costs_of(entry))
+        if ranks.any(entry is None):
+            self._records.clear()
+            self.cache.keep_only(lambda other: other == signature)
+            if ranks.any(signature is None):
+                self._cuts.forget_those_for(args, kwargs)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
+        """The signature of a call, and the chain's input. The module is cut if it must be."""
+        self._follow_changes()
+        made, began = self._cuts.made, time.perf_counter()
+        cut, value = self._cuts.bind(args, kwargs)
+        if self._cuts.made != made:
+            self.measuring_seconds += time.perf_counter() - began
+            self.cache.keep_only(lambda signature: signature.cut in self._cuts)
+            self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
+        return self._cuts.signature(cut, value), value
+
+    def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call has a plan, or costs for one."""
+        self._follow_changes()
+        return self._cuts.known_signature(args, kwargs) in self.cache
+
+    # ---------------------------------------------------------------- the plan of a call
+
+    def prepare(self, signature: Signature, value: Any) -> Prepared:
+        """The plan of a call, made now if there is none."""
+        turn, spent_seconds = self._source.turn, self.measuring_seconds
+        cached = self.cache.use(signature, turn)
+        if self.together:  # all run what they have agreed on, and measure what one has not
+            entry = self.measure(signature, value) if cached is None else cached
+        elif cached is None:
+            entry = self._new_entry(signature, value)
+        else:
+            entry = self._improved(signature, value, cached)
+        if costs_of(entry).turn != turn:
+            entry = replace(costs_of(entry), turn=turn)
+        prepared = entry if isinstance(entry, Prepared) else self.plan_again(signature, entry)
+        if cached is None or self.measuring_seconds > spent_seconds:
+            _tell(signature, prepared, self.measuring_seconds - spent_seconds)
+        facts = None if self.together else self._cuts.facts_besides(signature.cut)
+        self.cache.note_last(signature, prepared, facts)
+        return prepared
+
+    def _new_entry(self, signature: Signature, value: Any) -> Costs | Prepared:
+        """A call that is not in the cache: from a checkpoint, from other sizes, or measured."""
+        entry = self._recalled(signature) or self._estimated(signature) or self.measure(signature, value)
+        return self._improved(signature, value, entry)
+
+    def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
+        """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
+        shows_seconds = isinstance(entry, Prepared) and not entry.is_settled and entry.is_timed
+        if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self):
+            entry = self._planned_by_seconds(signature, entry)
+        rough_seconds = costs_of(entry).rough_seconds
+        if rough_seconds and self._measuring.pays(rough_seconds):
+            try:
+                return self.measure(signature, value)
+            except ProfilerBusyError:  # this plan does until torch's profiler is free
+                self._measuring.lost_seconds = self._measuring.price_seconds
+        if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.pays(entry.lost_seconds):
+            return entry.costs
+        return entry
+
+    def _recalled(self, signature: Signature) -> Costs | Prepared | None:
+        """The entry that a checkpoint has for a call; None if it has none."""
+        if not self._records:
+            return None
+        record = self._records.pop(call_fingerprint(signature, self._compiled.choice), None)
+        recorded = None if record is None else recalled(record, signature.cut.stages)
+        if recorded is None:
+            return None
+        profile, plan = recorded
+        costs = self._keep(signature, profile)
+        if plan is None or plan.slots < self._settings.slots or not self.budget(profile).fits(plan):
+            return costs
+        return self.use_plan(signature, costs, plan)
+
+    def _estimated(self, signature: Signature) -> Prepared | None:
+        """A plan for a new size from the costs of others, or None if those do not do."""
+        estimate = self._measurements.estimate(signature)
+        if estimate is None:
+            return None
+        profile, chain = estimate.profile, estimate.profile.chain
+        budget = self.budget(profile)
+        alike = self.cache.alike(signature, chain.names)
+        least_overhead = _least_overhead(alike, signature.size, chain, budget)
+        plans = [prepared.plan for _, prepared in alike]
+        plan = _best_of(chain, plans, budget, least_overhead, slots=self._settings.slots)
+        lost_seconds = 0.0 if plan is None else _lost(plan, least_overhead)
+        if self._searching.pays(lost_seconds):
+            plan, lost_seconds = None, 0.0
+        if plan is None:
+            try:
+                plan = self._solve(profile, budget)
+            except BudgetError:
+                return None
+        rough_seconds = 0.0 if estimate.is_near else _lost(plan, least_overhead)
+        costs = Costs(profile, estimated=True, rough_seconds=rough_seconds)
+        return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
+
+    def _planned_by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
+        """An entry with the costs of segments that its calls have shown, planned again if they were far off.
+
+        A new plan is the second and last; of the two, the faster one stays.
+        """
+        plan, costs = prepared.plan, prepared.timed_now()
+        overhead = costs.timed[-1].overhead
+        fastest = min(costs.timed, key=lambda timed: timed.overhead)
+        is_far_off = abs(overhead - plan.overhead) > max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
+        if fastest.schedule is plan.schedule and not is_far_off:
+            timed = replace(prepared, costs=costs)
+            self.cache.put(signature, timed)
+            return timed
+
+        def fastest_plan(chain: Chain) -> Plan:
+            return scheduled(chain, fastest.schedule, plan.budget_bytes, slots=plan.slots, **plan.conditions)
+
+        chain = corrected(fastest_plan(plan.chain), fastest.overhead)
+        may_solve = may_be_planned_again(costs)
+        costs = replace(costs, profile=replace(costs.profile, chain=chain))
+        best = replace(fastest_plan(chain), solve_seconds=plan.solve_seconds)
+        if may_solve:
+            with suppress(BudgetError):
+                solved = self._solve(costs.profile, self.budget(costs.profile))
+                best = best if solved.schedule == fastest.schedule else solved
+        _log.info(
+            "A plan was to take %.1f %% more than plain steps, and takes %.1f %%: the next one is to take %.1f %%",
+            100 * plan.overhead,
+            100 * overhead,
+            100 * best.overhead,
+        )
+        self._measurements.add(signature, costs.profile)
+        return self.use_plan(signature, costs, best, lost_seconds=prepared.lost_seconds)
+
+    def measure(self, signature: Signature, value: Any) -> Costs:
+        """Measure a call, again if it was measured before."""
+        self._source.hear(MeasuringBegins())
+        start = time.perf_counter()
+        with measuring_progress(enabled=self._settings.show_progress) as progress:
+            profile = profile_chain(
+                signature.cut.stages,
+                value,
+                progress=progress,
+                compiled=self._compiled,
+                ranks=self._source.ranks,
+                accumulating=self._source.accumulates,
+            )
+        seconds = time.perf_counter() - start
+        self.measuring_seconds += seconds
+        self._measuring.price_seconds = seconds / _SERVED
+        rough = {known for known, entry in self.cache if costs_of(entry).rough_seconds}
+        self.cache.keep_only(lambda known: known not in rough)  # the new costs may say more of these, too
+        return self._keep(signature, profile)
+
+    def _keep(self, signature: Signature, profile: Profile) -> Costs:
+        """An entry with costs that were measured."""
+        costs = Costs(profile)
+        self._measurements.add(signature, profile)
+        self.cache.put(signature, costs)
+        return costs
+
+    def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
+        """Bytes that a plan may use; without the ceiling, if the device had as much as it seemed to have."""
+        budget = self._source.budget(self, profile)
+        budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
+        return budget.capped(self.ceiling.size_bytes) if ceiling else budget
+
+    def _solve(self, profile: Profile, budget: Budget) -> Plan:
+        plan = budget.plan(profile.chain, slots=self._settings.slots)
+        self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
+        return plan
+
+    def plan_again(self, signature: Signature, entry: Costs | Prepared) -> Prepared:
+        """Plan anew for known costs, as all processes agree."""
+        outcome = self._outcome(entry.profile)
+        return self.use_plan(signature, costs_of(entry), self._source.ranks.settle(outcome))
+
+    def _outcome(self, profile: Profile) -> Plan | BudgetError:
+        """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
+        budget = self.budget(profile)
+        try:
+            return self._solve(profile, budget)
+        except BudgetError as error:
+            if not budget.is_provisional:
+                try:
+                    self._source.hear(NothingFits(error))
+                except BudgetError as refusal:
+                    return refusal
+            return budget.least_plan(profile.chain, error, slots=self._settings.slots)
+
+    def use_plan(
+        self,
+        signature: Signature,
+        costs: Costs,
+        plan: Plan,
+        *,
+        lost_seconds: float = 0.0,
+        is_chosen: bool = False,
+    ) -> Prepared:
+        """Run a call under a plan from now on."""
+        prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen)
+        self.cache.put(signature, prepared)
+        self._source.hear(PlanMade(plan))
+        return prepared
+
+    # ---------------------------------------------------------------- all calls
+
+    def entry_under(self, plan: Plan) -> Prepared | None:
+        """The entry that a plan is in use for, or None."""
+        return next((prepared for _, prepared in self.cache.planned() if prepared.plan is plan), None)
+
+    def replan(self, stale: Plan | None = None) -> Plan:
+        """Plan with the budget of this moment.
+
+        The new plan replaces ``stale``, a plan in use. By default it is for the signature used last, and the others are
+        made anew when they come again. Raises ``ProfilingError`` before any measurement, ``BudgetError`` if none fits.
+        """
+        if not len(self.cache):
+            raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
+        signature, entry = self.cache.latest
+        if stale is not None:
+            in_use = [(known, prepared) for known, prepared in self.cache.planned() if prepared.plan is stale]
+            signature, entry = in_use[0] if in_use else (signature, entry)
+        if self.together:
+            # The others learn of it at the next forward, and plan with this process.
+            solved = self._solve(entry.profile, self.budget(entry.profile))
+            self.cache.put(signature, costs_of(entry))
+            return solved
+        solved = self.plan_again(signature, entry).plan
+        if stale is None:
+            self.cache.keep_only_plans(lambda plan: plan is solved)
+        return solved
+
+    def use(self, plan: Plan | Schedule | str) -> Plan:
+        """Run an earlier plan or schedule, for the signature used last. See :meth:`.Checkpointable.use`."""
+        if not len(self.cache):
+            raise ProfilingError("there is nothing to run a plan for yet: measure a sample first, with measure(sample)")
+        if not isinstance(plan, (Plan, Schedule, str)):
+            raise PlanError(
+                f"use() was given {type(plan).__name__}: expected a Plan, a Schedule, or a schedule's text such as "
+                "'(0-1) 2'. Plan.load(path, net.chain) reads a file"
+            )
+        signature, entry = self.cache.latest
+        chain, conditions = entry.profile.chain, self.budget(entry.profile).conditions
+        if isinstance(plan, str):
+            plan = Schedule.parse(plan)
+        if isinstance(plan, Schedule):
+            used = scheduled(chain, plan, slots=self._settings.slots, **conditions)
+        else:
+            used = plan_for(plan, chain)
+        self.use_plan(signature, costs_of(entry), used, is_chosen=True)
+        return used
+
+    def records(self) -> list[Record]:
+        """Everything measured and planned so far in plain types, for :meth:`recall`."""
+        records = dict(self._records)
+        for signature, entry in self.cache:
+            if not costs_of(entry).estimated:
+                call = call_fingerprint(signature, self._compiled.choice)
+                records[call] = record_of(call, entry)
+        return list(records.values())[-MAX_PLANS:]
+
+    def recall(self, records: Iterable[Record]) -> None:
+        """Take over what an equal module has measured on this machine, and its plans if the budget is the same."""
+        self._records = {record["call"]: record for record in records}
+
+    def forget(self) -> None:
+        """Drop every plan and measurement; the next training call starts afresh."""
+        self.cache.keep_only(lambda signature: False)
+        self._measurements.keep_only(lambda signature: False)
+        self._cuts.forget()
+
+
+# -------------------------------------------------------------------- plans of other sizes
+
+
+def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
+    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
+    alike = []
+    for plan in plans:
+        is_within = plan.peak_bytes <= plan.budget_bytes == budget.available_bytes
+        if is_within and plan.conditions == budget.conditions and _costs_the_same(plan.chain, chain):
+            alike.append(replace(plan, chain=chain))
+    return min(alike, key=lambda plan: plan.seconds, default=None)
+
+
+def _costs_the_same(one: Chain, other: Chain) -> bool:
+    """True if two chains differ in the first stage's shapes alone, which say for what they are."""
+    if one.stages[1:] != other.stages[1:]:
+        return False
+    return replace(one.stages[0], takes=()) == replace(other.stages[0], takes=())
+
+
+def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least_overhead: float, *, slots: int) -> Plan | None:
+    """The fastest that fits of no recomputation and the first few unlike schedules of plans; None if none does.
+
+    Those behind one whose overhead is next to the least possible are not tried.
+    """
+    for_equal_costs = _for_equal_costs(plans, chain, budget)
+    if for_equal_costs is not None:
+        return for_equal_costs
+    limit_bytes = max(budget.available_bytes, 1)
+    schedules = (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))
+    unlike = list({id(schedule): schedule for schedule in schedules}.values())
+    best = None
+    for schedule in unlike[: 1 + _NEAREST]:
+        plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
+        if plan.peak_bytes <= limit_bytes and (best is None or plan.seconds < best.seconds):
+            best = plan
+            if plan.overhead <= least_overhead + _SLIGHT:
+                break
+    return best
+
+
+def _least_overhead(alike: Iterable[tuple[int, Prepared]], size: int, chain: Chain, budget: Budget) -> float:
+    """Overhead that a plan for a size has at least, by plans of others: the larger one needs no less recomputation.
+
+    Sizes with the same costs need the same.
+    """
+    least_overhead = 0.0
+    for known_size, prepared in alike:
+        plan = prepared.plan
+        if not prepared.is_best_known:
+            continue
+        is_smaller = known_size <= size
+        needs_the_same = plan.budget_bytes >= budget.available_bytes and _costs_the_same(plan.chain, chain)
+        if is_smaller or needs_the_same:
+            least_overhead = max(least_overhead, plan.overhead)
+    return least_overhead
+
+
+def _lost(plan: Plan, least_overhead: float) -> float:
+    """The most seconds that a better plan would save in each step."""
+    return max(plan.overhead - least_overhead, 0.0) * plan.seconds / (1 + plan.overhead)
+
+
+def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:
+    """Log what a new shape costs, on one line."""
+    plan = prepared.plan
+    how = "taken from those of other shapes" if prepared.costs.estimated else "known from a checkpoint"
+    _log.info(
+        "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
+        type(signature.cut.module).__name__,
+        " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
+        f"measured in {format_seconds(seconds)}" if seconds else how,
+        format_bytes(plan.peak_bytes),
+        format_bytes(plan.budget_bytes),
+        len(plan.recomputed),
+        len(plan.chain),
+        100 * plan.overhead,
+    )

@@ -1,0 +1,192 @@
+"""A call that is ready to run: costs alone, or costs with a plan and what runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning import Plan
+from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.meters import meter_for
+from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import seconds_apart, simulate
+
+Turn: TypeAlias = tuple[str, ...]
+"""Planned modules whose forward is done and whose backward is not when a call begins. One signature has one plan per
+turn."""
+
+# Costs of segments are not corrected to less than a tenth of what was measured: then the clock was wrong.
+_LEAST_FACTOR = 0.1
+# A plain step takes at least half of what its stages take one by one.
+_LEAST_PART = 0.5
+_TINY = 1e-9
+_MOST_TIMED = 2  # plans of one call that are timed: the first, and one that follows from what it took
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSchedule:
+    """A schedule that calls have run under, with the time beyond plain training as a fraction of that, as measured."""
+
+    schedule: Schedule
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Costs:
+    """The costs of a call that has no plan.
+
+    Attributes:
+        profile: As measured, or as follows from measurements of other sizes.
+        turn: What the plan will be for.
+        estimated: The costs follow from those of other sizes.
+        rough_seconds: At most lost in each step because such costs may be much too high.
+        timed: Schedules that it has run under.
+    """
+
+    profile: Profile
+    turn: Turn = ()
+    estimated: bool = False
+    rough_seconds: float = 0.0
+    timed: tuple[TimedSchedule, ...] = ()
+
+    def under(
+        self, signature: Signature, plan: Plan, *, lost_seconds: float = 0.0, is_chosen: bool = False
+    ) -> Prepared:
+        """These costs with a plan, and an executor for it."""
+        profile, cut = self.profile, signature.cut
+        executor = Executor(
+            profile.stages,
+            profile.chain,
+            plan.schedule,
+            profile.states,
+            root=cut.module,
+            inputs=cut.inputs,
+            watch=Stopwatch(meter_for(signature.device)),
+        )
+        runs_plainly = _may_run_plainly(signature, profile.chain, plan)
+        return Prepared(self, plan, executor, runs_plainly, lost_seconds, is_chosen)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A call with its plan.
+
+    Attributes:
+        costs: That the plan is for.
+        plan: As the executor runs it.
+        executor: Runs it.
+        runs_plainly: The plan recomputes nothing, and the module's own forward stays inside it, so that runs.
+        lost_seconds: At most lost in each step because the schedule is that of another size.
+        is_chosen: The user has chosen the schedule.
+    """
+
+    costs: Costs
+    plan: Plan
+    executor: Executor
+    runs_plainly: bool
+    lost_seconds: float = 0.0
+    is_chosen: bool = False
+
+    @property
+    def profile(self) -> Profile:
+        """The costs themselves."""
+        return self.costs.profile
+
+    @property
+    def turn(self) -> Turn:
+        """What the plan is for."""
+        return self.costs.turn
+
+    @property
+    def schedule(self) -> Schedule:
+        """The plan's schedule."""
+        return self.plan.schedule
+
+    @property
+    def is_best_known(self) -> bool:
+        """True if no better plan is expected of more searching or measuring."""
+        return not self.lost_seconds and not self.costs.rough_seconds
+
+    # ---------------------------------------------------------------- the seconds of its calls
+
+    @property
+    def measured_overhead(self) -> float | None:
+        """Time beyond plain training as a fraction of it, as measured; None before a second call under the plan."""
+        if self.executor.watch is None:
+            return None
+        if not self.plan.recomputed:
+            return self.plan.overhead
+        again_seconds, step_seconds = self.executor.watch.again_seconds, self.executor.watch.step_seconds
+        if again_seconds is None or step_seconds is None:
+            return None
+        extra_seconds = again_seconds + _seconds_besides(self.plan)
+        # Whole calls show what single stages do not: the caches, and the host between them.
+        plain_seconds = max(step_seconds - extra_seconds, _LEAST_PART * self.plan.chain.step_seconds)
+        return max(extra_seconds / plain_seconds, 0.0)
+
+    @property
+    def is_timed(self) -> bool:
+        """True if all calls have run that tell what the plan costs."""
+        watch = self.executor.watch
+        return watch is not None and watch.calls > 1 + TIMED_CALLS and self.measured_overhead is not None
+
+    @property
+    def is_settled(self) -> bool:
+        """True if what calls have taken changes nothing any more."""
+        timed = self.costs.timed
+        if self.is_chosen or self.costs.estimated or len(timed) == _MOST_TIMED:
+            return True
+        return bool(timed) and timed[-1].schedule is self.schedule
+
+    def timed_now(self) -> Costs:
+        """The costs, with the schedule that has been timed."""
+        assert self.measured_overhead is not None
+        entry = TimedSchedule(self.schedule, self.measured_overhead)
+        return replace(self.costs, timed=(*self.costs.timed, entry))
+
+
+def may_be_planned_again(costs: Costs) -> bool:
+    """True if one more plan may follow from the seconds of calls."""
+    return len(costs.timed) < _MOST_TIMED
+
+
+def costs_of(entry: Costs | Prepared) -> Costs:
+    """The costs of an entry, with or without a plan."""
+    return entry.costs if isinstance(entry, Prepared) else entry
+
+
+def corrected(plan: Plan, overhead: float) -> Chain:
+    """The plan's chain with costs of segments under which the plan has this overhead."""
+    chain, seconds = plan.chain, plan.chain.segment_seconds
+    twice = simulate(replace(chain, segment_seconds=2 * seconds), plan.schedule, **plan.conditions)
+    factor = 1 + (overhead - plan.overhead) / max(twice.overhead - plan.overhead, _TINY)
+    return replace(chain, segment_seconds=max(factor, _LEAST_FACTOR) * seconds)
+
+
+def _seconds_besides(plan: Plan) -> float:
+    """Predicted seconds beyond plain training, but for those that a stopwatch sees of recomputations."""
+    run_once = sum(event.seconds for event in plan.simulation.events if event.phase != "recompute")
+    device = torch.device(plan.chain.device)
+    as_measured = replace(plan.chain, segment_seconds=segment_seconds(device, meter_for(device)))
+    host_seconds = unwatched_seconds(as_measured, plan.schedule) + seconds_apart(as_measured, plan.schedule)
+    return run_once - plan.chain.step_seconds + host_seconds
+
+
+def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
+    """True if the module's own forward stays within the plan, which recomputes nothing.
+
+    Code that is written out keeps intermediate values in variables until it returns; the members of an
+    ``nn.Sequential`` do not. Under autocast it keeps a cast copy of every weight.
+    """
+    if not plan.schedule.is_plain or any(enabled for enabled, _ in signature.autocast):
+        return False
+    passing_bytes = 0
+    if signature.cut.way != "sequential":
+        passing_bytes = sum(stage.keep.forward_peak_bytes - stage.keep.saved_bytes for stage in chain)
+    return plan.peak_bytes + passing_bytes <= plan.budget_bytes

@@ -1,0 +1,104 @@
+"""Measurements and plans as plain types, so that a checkpoint can hold them, and back on the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
+from lightning_rotor.errors import RotorError
+from lightning_rotor.planned.prepared import Costs, Prepared
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning import Plan
+from lightning_rotor.planning.plan import from_plain, with_tuples
+from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.chain import profile_over
+from lightning_rotor.stages.sequential import Stage
+
+Record: TypeAlias = dict[str, Any]
+"""A measurement, and perhaps a plan, in plain types."""
+SEAL = "seal"
+"""Key under which a saved state keeps the digest of the rest."""
+
+
+def model_fingerprint(module: nn.Module) -> str:
+    """Sixteen hexadecimal digits that name the classes, parameters and buffers of a module, but not their values."""
+    modules = [(name, type(each).__module__, type(each).__qualname__) for name, each in module.named_modules()]
+    tensors = [
+        (name, tuple(tensor.shape), str(tensor.dtype))
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    return _digest((modules, tensors))
+
+
+def call_fingerprint(signature: Signature, variants: str) -> str:
+    """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
+    device = signature.device
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    settings = signature.shapes, signature.kinds, (signature.autocast, *signature.modes)
+    names = [stage.name for stage in signature.cut.stages]
+    return _digest((names, (settings, variants), machine, torch.__version__))
+
+
+def record_of(call: str, entry: Costs | Prepared) -> Record:
+    """A measurement and the plan made from it, for the call of this fingerprint."""
+    profile = entry.profile
+    record: Record = {
+        "call": call,
+        "group_sizes": list(profile.group_sizes),
+        "remembered": profile.remembered,
+        "drawn": profile.drawn,
+        "chain": json.loads(json.dumps(asdict(profile.chain))),  # with lists in the place of tuples
+    }
+    if isinstance(entry, Prepared):
+        record["plan"] = entry.plan.to_plain() | {"solve_seconds": entry.plan.solve_seconds}
+    return record
+
+
+def recalled(record: Record, stages: Sequence[Stage]) -> tuple[Profile, Plan | None] | None:
+    """The measurement and the plan of a record, for a model's stages; None if it cannot be meant for them."""
+    try:
+        chain = _chain(record["chain"])
+        profile = profile_over(
+            stages,
+            chain,
+            group_sizes=record["group_sizes"],
+            remembered=record["remembered"],
+            drawn=record["drawn"],
+        )
+        return profile, from_plain(record["plan"], chain) if "plan" in record else None
+    except (RotorError, KeyError, TypeError, ValueError, IndexError):
+        return None  # of another version of this package, or damaged
+
+
+def seal_of(saved: Mapping[str, Any]) -> str | None:
+    """A digest of a saved state, by which one that was damaged or changed is known; None if it is no plain data."""
+    try:
+        return _digest(json.dumps({key: value for key, value in saved.items() if key != SEAL}, sort_keys=True))
+    except (TypeError, ValueError, RecursionError):
+        return None
+
+
+def _chain(record: Record) -> Chain:
+    record = with_tuples(record)
+    stages = [
+        StageCost(**{**stage, "options": tuple(_option(option) for option in stage["options"])})
+        for stage in record["stages"]
+    ]
+    skips = [Skip(**skip) for skip in record["skips"]]
+    return Chain(**{**record, "stages": tuple(stages), "skips": tuple(skips)})
+
+
+def _option(record: Record) -> Option:
+    peaks = record["accumulating"]
+    return Option(**{**record, "accumulating": None if peaks is None else BackwardPeaks(**peaks)})
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

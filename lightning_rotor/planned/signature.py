@@ -1,0 +1,101 @@
+"""What a plan for a call depends on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.planning.size_bounds import Shapes
+from lightning_rotor.private.values import tensors_in, tree_leaves
+
+Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
+"""Type and device of a tensor, and whether a gradient is due for it."""
+Modes: TypeAlias = tuple[tuple[bool, ...], tuple[tuple[bool, torch.dtype], ...]]
+"""Which submodules train (dropout may be off), and which parameters learn, with their types."""
+Autocast: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
+"""For the CPU and for CUDA, whether autocast is on, and its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a plan is made for.
+
+    Attributes:
+        shapes: Of the tensors that the chain takes; behind them, numbers of entries of packed sequences.
+        kinds: Of the same tensors.
+        cut: The stages.
+        autocast: The state of autocast.
+        modes: Flags of submodules and parameters.
+    """
+
+    shapes: Shapes
+    kinds: tuple[Kind, ...]
+    cut: SequentialCut | GraphCut
+    autocast: Autocast
+    modes: Modes
+
+    @classmethod
+    def of(cls, cut: SequentialCut | GraphCut, value: Any, modes: Modes) -> Signature:
+        """The signature of a call with this input of the chain."""
+        tensors = tensors_in(value)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if isinstance(cut, GraphCut):
+            shapes += [(total,) for total in cut.recording.guards.totals]
+        return cls(tuple(shapes), tuple(map(_kind, tensors)), cut, autocast_now(), modes)
+
+    def is_of(self, value: Any) -> bool:
+        """True if a call with this input has the signature, as far as the facts of its module do not say.
+
+        It runs at every call, so it compares what is cheap first and makes no signature.
+        """
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        return (
+            tuple([tuple(tensor.shape) for tensor in tensors]) == self.shapes
+            and tuple([_kind(tensor) for tensor in tensors]) == self.kinds
+            and autocast_now() == self.autocast
+        )
+
+    @property
+    def has_totals(self) -> bool:
+        """True if it counts the entries of packed sequences, which are values."""
+        return len(self.shapes) > len(self.kinds)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the chain runs."""
+        return self.kinds[0][1]
+
+    @property
+    def family(self) -> Any:
+        """Equal for signatures that differ in the sizes of tensors alone."""
+        names = tuple(stage.name for stage in self.cut.stages)
+        return self.modes, self.kinds, self.autocast, self.cut.way, tuple(map(len, self.shapes)), names
+
+    @property
+    def size(self) -> int:
+        """Elements of all tensors together."""
+        return sum(map(math.prod, self.shapes))
+
+
+def modes_of(module: nn.Module, submodules: Sequence[nn.Module]) -> Modes:
+    """Flags of a module's submodules and parameters."""
+    training = tuple(submodule.training for submodule in submodules)
+    return training, tuple((parameter.requires_grad, parameter.dtype) for parameter in module.parameters())
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    return tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def autocast_now() -> Autocast:
+    """The state of autocast in this thread."""
+    return (
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+    )

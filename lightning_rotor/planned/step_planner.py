@@ -1,0 +1,479 @@
+"""Keeps the steps of a training inside one limit: hears of each step, plans its calls, watches, and corrects.
+
+The states of a training, and the events that lead from one to another, are a table in ``step_state``. The moments of a
+step, as an adapter of a framework tells them::
+
+    begin_step ─ forwards of planned modules ─ begin_backward ─ end_backward ─ begin_optimizer_step ─ end_step
+    choose,      budget(), hear()              └──────────── mark phases ─────────────────────────┘  read the meter,
+    watch                                                                                            plan better
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.memory.budget import Budget, take_workspaces
+from lightning_rotor.planned.agreement import Agreement, is_spread
+from lightning_rotor.planned.budget_source import (
+    BudgetSource,
+    CallBegins,
+    CallRan,
+    MeasuringBegins,
+    ModuleCut,
+    NoChain,
+    NothingFits,
+    PlanEvent,
+    PlanMade,
+    ProfilerBusy,
+)
+from lightning_rotor.planned.joint_plans import JointPlans
+from lightning_rotor.planned.limit import StepLimit
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planned.prepared import Turn
+from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
+from lightning_rotor.planned.running_step import Call, CallKey, Step
+from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, State, following
+from lightning_rotor.planned.step_watch import StepWatch
+from lightning_rotor.planned.target_search import Target, may_be_planned
+from lightning_rotor.planning import Plan
+from lightning_rotor.planning.draws import Draws, is_sample_step
+from lightning_rotor.planning.outside import foresight
+from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
+from lightning_rotor.private.values import tensors_in
+from lightning_rotor.profiling import Profile
+from lightning_rotor.units import MemoryLimit
+
+
+class StepPlanner(BudgetSource):
+    """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
+
+    Args:
+        loop: The training.
+        limit: For the process; None for what is free.
+        names: Dotted names of modules to plan, or None for all with much of the compute.
+        beyond: Where no plan fits, train with the one that takes least.
+        settings: For all modules.
+        saved: What an earlier training has left in ``saved``, in plain types for ``weights_only``.
+    """
+
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        limit: MemoryLimit | None,
+        names: str | Sequence[str] | None,
+        *,
+        beyond: bool,
+        settings: PlanSettings,
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.loop, self.saved = loop, saved
+        self.plan: Plan | None = None  # that steps run under, or the largest of several
+        self.state, self._mode = State.CHOOSING, Mode()
+        self.watch = StepWatch()
+        self.limit = StepLimit(loop, limit, beyond=beyond)
+        self.ranks = Agreement(beyond=beyond)
+        self.modules = PlannedModules(loop, self, settings, names)
+        self._step: Step | None = None
+        self._steps_begun = 0
+        self._draws = Draws()
+        self._joint_plans = JointPlans(self, self._joint_budget, slots=settings.slots)
+        # The highest peak beyond the limit of a step under the plans that take least.
+        self._highest_excess: StepPhase | None = None
+        self._awaits_optimizer = False  # gradients of such a step are to add up until an optimizer steps
+        self._step_hooks: dict[int, RemovableHandle] = {}  # of optimizers in a measured step, by identity
+        try:
+            if not self.load(saved) and self.modules.begin():
+                self._become(Event.CHOSEN)
+        except BaseException:
+            self.modules.end()  # whose forwards may be replaced already
+            raise
+
+    def _become(self, event: Event) -> None:
+        """Go to the state that follows an event."""
+        self.state = following(self.state, event)
+
+    # ---------------------------------------------------------------- a step
+
+    def begin_step(self, batch: Any, batch_idx: int) -> None:
+        """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
+        self._step = Step(batch)
+        if self._steps_begun == 0:
+            self._meet_others(batch)
+        if self.state is State.CHOOSING:
+            self._choose(batch, batch_idx)
+        self._steps_begun += 1
+        is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
+        is_sample = is_due and self.plan is not None
+        if self.state is State.STEADY and not self._mode.is_joint and not is_sample:
+            return
+        self._look_at_start(self._step)
+        self._tell_if_nothing_is_planned()
+        if self.watch.due or is_sample:
+            self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
+
+    def _meet_others(self, batch: Any) -> None:
+        """Agree with other processes, before the first batch, on what must be alike from the beginning."""
+        take_workspaces(self.loop.device())
+        if self.loop.processes > 1:
+            self.limit.agree(tensors_in(batch))
+            if is_spread(self.loop.model):
+                self.ranks.join_all()
+
+    def _choose(self, batch: Any, batch_idx: int) -> None:
+        """Choose the modules by the compute of the first batch."""
+        if self.modules.choose(batch, batch_idx):
+            self.plan = None  # of a guess, which was planned in a tuner's trial
+            self._become(Event.CHOSEN_ANEW)
+            return
+        self._become(Event.CHOSEN)
+        if self.plan is not None:
+            self._become(Event.PLANNED)
+
+    def _look_at_start(self, step: Step | None) -> None:
+        """Note what planning and measuring ask of a step, before its optimizer steps."""
+        if step is not None and step.start is None:
+            step.note_start(self.limit.start_of(tensors_in(step.given), is_first=not self.loop.steps()))
+
+    def begin_backward(self) -> None:
+        """The loss is known."""
+        self.watch.mark(PhaseKind.LOSS)
+
+    def end_backward(self) -> None:
+        """A backward is over."""
+        self._mark_behind(PhaseKind.END)
+
+    def _mark_behind(self, kind: PhaseKind, optimizer: str = "") -> None:
+        """Begin a phase that no plan can change, unless calls still wait for their backward."""
+        if self._step is None or not self.watch.running:
+            return
+        if self._step.waiting:
+            self.watch.mark(PhaseKind.WAITING)
+        else:
+            self.watch.mark(kind, optimizer=optimizer)
+
+    def begin_optimizer_step(self, optimizer: Any = None) -> None:
+        """An optimizer is about to step."""
+        step = self._step
+        if step is None or self.plan is None:
+            return
+        self.limit.end_backward(step, self.watch)
+        if not self.watch.running and not self.limit.knows_final_peak:
+            self._look_at_start(step)
+            if not step.is_first:  # the steps that were measured had none: gradients add up
+                self.watch.start(self.loop, step.batch, is_due=False, sees_all=False)
+        if not self.watch.running:
+            return
+        self._mark_behind(PhaseKind.OPTIMIZER, type(optimizer).__name__)
+        if isinstance(optimizer, torch.optim.Optimizer) and id(optimizer) not in self._step_hooks:
+            hook = optimizer.register_step_post_hook(lambda *_: self._mark_behind(PhaseKind.END))
+            self._step_hooks[id(optimizer)] = hook
+
+    def end_step(self) -> bool:
+        """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans are steady now."""
+        step, shows_modules = self._step, self.modules.is_open
+        self._unhook()
+        if step is not None:
+            if shows_modules:
+                self._close_choice(step)
+            if self.plan is None:
+                self._compare_without_a_plan(step)
+        self._tell()
+        if step is not None and self.plan is not None:
+            self._learn_from(step, shows_modules=shows_modules)
+        self._step = None
+        if self.state is not State.WATCHING or self.watch.due:
+            return False
+        self._become(Event.WATCHED)
+        return True
+
+    def _learn_from(self, step: Step, *, shows_modules: bool) -> None:
+        """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
+        step.is_over = True
+        is_measured = self.watch.stop()
+        phases: list[StepPhase] = []
+        if is_measured:
+            step.growing_bytes = self.limit.growing_bytes()
+            if step.is_first:
+                step.note_state(self.limit.state_bytes())
+            phases = step.as_later(self.watch.phases)
+        self.limit.learn_final(step, phases)
+        self.limit.end_step(step, self.watch, is_measured=is_measured)
+        self._mode = self._mode.joined_with(is_joint=step.is_joint, in_lockstep=self.ranks.together)
+        sees_all = is_measured and self.watch.sees_all
+        if self._mode.is_joint:
+            self._follow(step, phases if sees_all else [])
+        elif sees_all and not shows_modules:
+            self._correct(step, phases)
+        if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
+            self._exceeded(step)  # it is the last of those whose gradients add up
+        self.limit.check_final(step, phases)
+
+    def _close_choice(self, step: Step) -> None:
+        """The first step has shown which modules it calls. One call alone is planned again, with all that is left."""
+        given_up = self.modules.close([call.key.name for call in step.numbers])
+        step.leave_out(given_up)
+        if len(step.numbers) == 1:
+            step.shares_budget = False
+            self.modules.keep_only(lambda plan: False)
+
+    def _tell(self) -> None:
+        """Say what is planned, once that is certain."""
+        if self.state is not State.CHOOSING:
+            self.modules.tell()
+
+    def _tell_if_nothing_is_planned(self) -> None:
+        """Say once that training runs as without a plan, and watch some steps, for the limit holds all the same."""
+        if self.state not in WITHOUT_A_PLAN or self._step is None:
+            return
+        reason = self.modules.why_nothing
+        if not reason:
+            return
+        self._become(Event.NOTHING_TO_PLAN)
+        self.limit.read(self._step.batch)
+        self.watch.renew()
+        self.loop.warn(
+            f"RotorCallback plans nothing, so this training keeps all activations, as without a limit: {reason}. "
+            "Steps are still compared with mem_limit"
+        )
+
+    def _compare_without_a_plan(self, step: Step) -> None:
+        """The limit holds for steps in which nothing is planned, too."""
+        self._tell_if_nothing_is_planned()
+        if self.watch.stop() and not step.is_first:
+            highest = highest_of(self.watch.phases)
+            if highest is not None and highest.peak_bytes > self.limit.size_bytes:
+                self.limit.exceeded_without_a_plan(highest.peak_bytes)
+
+    def _unhook(self) -> None:
+        """Take the hooks off the optimizers. Not inside of them, for torch goes through all while they run."""
+        for handle in self._step_hooks.values():
+            handle.remove()
+        self._step_hooks = {}
+
+    # ---------------------------------------------------------------- the peak of a step
+
+    def _follow(self, step: Step, phases: Sequence[StepPhase]) -> None:
+        """Plan calls that were alive together as one, by what the step has shown."""
+        all_run_their_plans = all(map(self._joint_plans.running, step.paths))
+        if all_run_their_plans and not self.ranks.any(bool(phases)):
+            return
+        highest = highest_of(phase for phase in phases if not phase.is_final)
+        exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        if highest is not None and not step.is_first:
+            self._learn_draw(step, highest.peak_bytes)
+        self._joint_plans.follow(step, phases, exceeds=exceeds)
+        self.plan = self._joint_plans.largest(step) or self.plan
+        if not exceeds or step.is_first:
+            return
+        self._note_excess(highest)
+        if not any(call.has_another_plan for call in step.numbers):
+            self._exceeded(step)
+
+    def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
+        """Closed loop: what the plan could not know shows in the measured peak."""
+        highest = highest_of(phase for phase in phases if not phase.is_final)
+        if highest is None:
+            return
+        if not step.is_first:  # with all that a step finds from those before it
+            self._learn_draw(step, highest.peak_bytes)
+        may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
+
+        def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
+            numbers = [number for call, number in step.numbers.items() if call.plan is plan]
+            return foresight(plan, numbers, phases, reserved_bytes)
+
+        is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
+        if not is_enough and not step.is_first:
+            self._note_excess(highest)
+            self._exceeded(step)
+
+    def _learn_draw(self, step: Step, peak_bytes: int) -> None:
+        """Compare a step that is not the first with others under the same plans."""
+        plans = [call.plan for call in step.numbers]
+        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, processes=self.loop.processes)
+
+    def _note_excess(self, highest: StepPhase | None) -> None:
+        """Remember the highest peak of steps that no plan has kept inside the limit."""
+        if highest is None:
+            return
+        if self._highest_excess is None or highest.peak_bytes > self._highest_excess.peak_bytes:
+            self._highest_excess = highest
+
+    def _exceeded(self, step: Step) -> None:
+        """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
+        assert self._highest_excess is not None
+        has_stepped = any(phase.is_optimizer_step for phase in self.watch.phases)
+        # While gradients add up, the steps until the optimizer's may take more.
+        self._awaits_optimizer = not self.loop.gradients_linger() and not has_stepped
+        if self._awaits_optimizer:
+            self._become(Event.EXCEEDED)
+            self.watch.renew()
+            return
+        self.watch.give_up()
+        self.limit.exceeded(self._highest_excess, step, spread_bytes=self._draws.spread_bytes)
+
+    def note_shortage(self, failure: BaseException) -> None:
+        """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
+        if self._step is None or self.plan is None:
+            return
+        lowered = False
+        for module in self.modules:
+            plan = module.plans.plan
+            if plan is not None and module.plans.ceiling.lower(plan):
+                lowered = True
+        self.limit.note_shortage(failure, self.plan, lowered=lowered)
+
+    def end(self) -> None:
+        """Give the modules their own forwards back, and keep what was learned in ``saved``."""
+        self.watch.drop()
+        self._unhook()
+        self.save()
+        self.modules.end()
+        self._step = None
+
+    # ---------------------------------------------------------------- questions of planned modules
+
+    @property
+    def turn(self) -> Turn:
+        """Names of the modules whose calls wait for their backward."""
+        return () if self._step is None else tuple(call.key.name for call in self._step.waiting)
+
+    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
+        """Bytes that a plan for one call may use now: 0 until the step is over, if others share the step."""
+        step = self._step
+        self._look_at_start(step)
+        budget = self.limit.budget(profile.chain, self.modules.all, step)
+        others_wait = step is not None and bool(step.waiting)
+        others_may_come = step is not None and self.modules.is_open
+        if not others_wait and not others_may_come and self.modules.is_alone(plans):
+            return budget
+        if step is not None:
+            step.shares_budget = True
+        return replace(budget.reduced_to(0, "other calls of the step"), is_provisional=True)
+
+    def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
+        """Bytes that calls which are alive together may use."""
+        self._look_at_start(self._step)
+        budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
+        return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
+
+    def plans_by_seconds(self, plans: ModulePlans) -> bool:
+        """True if a plan may be replaced once its calls have been timed, as nothing else depends on it."""
+        mode = self._mode.joined_with(is_joint=False, in_lockstep=self.ranks.together)
+        return mode.plans_by_seconds and self.modules.is_alone(plans)
+
+    # ---------------------------------------------------------------- events of planned modules
+
+    def hear(self, event: PlanEvent) -> None:
+        """Something has happened in a planned module."""
+        match event:
+            case CallBegins(value):
+                self._call_begins(value)
+            case CallRan():
+                self._call_ran(event)
+            case PlanMade(plan):
+                self._plan_made(plan)
+            case MeasuringBegins():
+                self.watch.drop()  # for torch has one profiler
+            case ModuleCut(plans, cut):
+                self.modules.object_to(plans, cut)
+            case NoChain(plans, error):
+                self.modules.refuse(plans, error)
+            case ProfilerBusy(error):
+                self._become(Event.PUT_OFF)
+                self.loop.warn_once(
+                    "profiler",
+                    "RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler "
+                    f"records: {error}",
+                )
+            case NothingFits(error):
+                self.limit.refuse(error, self._step)
+
+    def _call_begins(self, value: Any) -> None:
+        """A call is about to run."""
+        step = self._step
+        if step is None:
+            return
+        if step.is_first and not step.numbers and self.loop.device().type == "cpu":
+            step.note_unseen_input(tensors_in(value))
+        self.watch.mark(PhaseKind.FORWARD, call=len(step.numbers))
+
+    def _call_ran(self, event: CallRan) -> None:
+        """Count a call of the step, and hear of its backward while peaks are of interest."""
+        step = self._step
+        if step is None:
+            return
+        key = CallKey(event.plans, event.signature, event.prepared.turn)
+        call = Call(key, event.prepared, event.pending)
+        step.add(call)
+        pending = event.pending()
+        if pending is not None and (self.state is not State.STEADY or self.watch.running):
+            pending.on_backward = partial(self._backward_begins, call)
+        self.watch.mark(PhaseKind.AFTER, call=step.numbers[call])
+
+    def _backward_begins(self, call: Call) -> None:
+        """The backward has reached a call."""
+        if self._step is not None and call in self._step.numbers:
+            self.watch.mark(PhaseKind.BACKWARD, call=self._step.numbers[call])
+        if torch.is_grad_enabled():
+            self._joint_plans.keep_whole(call.key)
+
+    def _plan_made(self, plan: Plan) -> None:
+        """Watch the steps that follow, from inside the first forward on."""
+        self.plan = plan
+        self._become(Event.PLANNED)
+        self.watch.renew()
+        if any(module.plans.plan is None for module in self.modules):
+            return  # others are still to be measured, which takes torch's profiler away again, or may be refused
+        self._tell()
+        step = self._step
+        if step is not None and not step.is_over and not self.watch.running:
+            self.watch.start(self.loop, step.batch)
+
+    # ---------------------------------------------------------------- from one training to the next
+
+    def save(self) -> None:
+        """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
+        modules = [module.to_plain() for module in self.modules]
+        if self.plan is not None and modules:
+            saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
+            self.saved = {**saved, SEAL: seal_of(saved)}
+
+    def load(self, saved: Mapping[str, Any] | None) -> bool:
+        """Go on without measuring again. False if it is for another model or version, and left aside."""
+        if not isinstance(saved, Mapping) or SEAL not in saved or saved[SEAL] != seal_of(saved):
+            return False
+        if not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
+            return False
+        known = {module["module"]: module for module in (saved, *saved.get("others", ()))}
+        targets = [target for module in known.values() if (target := _target_in(self.loop.model, module)) is not None]
+        if len(targets) < len(known):
+            return False
+        self.saved = saved
+        self.modules.begin(targets)
+        self._become(Event.RESTORED)
+        plans = {module.target.name: module.plans for module in self.modules}
+        if plans.keys() == known.keys():  # those that the user has named may be others
+            for name, plans_of_module in plans.items():
+                plans_of_module.recall(known[name]["records"])
+                plans_of_module.ceiling.size_bytes = known[name]["ceiling_bytes"]
+            self.limit.recall(saved["corrections"])
+        return True
+
+
+def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:
+    """The module in a model that was saved, or None if it is not there as it was."""
+    name, module = saved["module"], dict(model.named_modules()).get(saved["module"])
+    if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
+        return None
+    return Target(name, module, "as before")

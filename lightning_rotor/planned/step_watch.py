@@ -1,0 +1,144 @@
+"""The peaks of the first steps under each plan, as the allocator saw them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_rotor.errors import ProfilingError
+from lightning_rotor.memory.held import own_gradients
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
+from lightning_rotor.profiling import StepMeter
+from lightning_rotor.profiling.meters import Recording
+
+_STEPS = 3  # that are measured under each plan
+
+
+class StepWatch:
+    """Measures a few steps of training after each plan, then leaves training alone.
+
+    Attributes:
+        peak_bytes: Peak of the process in the step measured last, with what was there before it; None before the first.
+        reserved_bytes: The most that a GPU's caching allocator had reserved in that step; None on the CPU.
+        phases: Of that step, in order.
+        sees_all: False if the step was measured from the end of its backward on only.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self.reserved_bytes: int | None = None
+        self.phases: list[StepPhase] = []
+        self.sees_all = True
+        self._steps_left = 0
+        self._meter: StepMeter | None = None
+        self._marks: list[Mark] = []
+        self._base_bytes = 0
+        self._model: nn.Module = nn.Module()
+        # The CPU's meter sees only those gradients go that were made under its eyes.
+        self._seen_gradients = WeakTensorKeyDictionary()
+        self._unseen_gradients = WeakTensorKeyDictionary()  # with their bytes
+        self._unseen_bytes = 0
+        self._gone_bytes: list[int] = []  # of unseen gradients, when each phase began
+        self._was_interrupted = False
+
+    @property
+    def due(self) -> bool:
+        """True if the next step is to be measured."""
+        return self._steps_left > 0
+
+    @property
+    def running(self) -> bool:
+        """True while a step is being measured."""
+        return self._meter is not None
+
+    def renew(self) -> None:
+        """Measure the steps that follow, as there is a new plan."""
+        self._steps_left = _STEPS
+
+    def give_up(self) -> None:
+        """Measure no more steps under this plan."""
+        self._steps_left = 0
+
+    def start(
+        self, loop: TrainingLoop, batch: Sequence[torch.Tensor], *, is_due: bool = True, sees_all: bool = True
+    ) -> bool:
+        """Begin with a step, at its very start or, when a plan is new, in its first forward.
+
+        Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
+        step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
+
+        Args:
+            loop: The training.
+            batch: Tensors of the step's batch.
+            is_due: False for a sample step, which is left alone without a word if the profiler is busy.
+            sees_all: False if the step is past its backward.
+        Returns:
+            True if the meter runs now.
+        """
+        if self._was_interrupted:
+            return False
+        on_cpu = loop.device().type == "cpu"
+        if on_cpu and loop.profiler_is_taken:
+            self.give_up()  # torch has one profiler, and the user wants it
+            return False
+        if on_cpu and loop.may_take_new_buckets():
+            return False  # the old ones, never measured, would not show as freed
+        meter, gradients = StepMeter(loop.device()), own_gradients(loop.model)
+        try:
+            meter.start(older=[gradient for gradient in gradients if gradient in self._seen_gradients])
+        except ProfilingError as error:
+            if is_due:
+                self.give_up()
+                loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
+            return False
+        self._meter, self._model, self.sees_all = meter, loop.model, sees_all
+        self._unseen_gradients.clear()
+        if on_cpu:
+            for gradient in gradients:
+                if gradient not in self._seen_gradients:
+                    self._unseen_gradients[gradient] = gradient.nbytes
+        self._unseen_bytes = sum(self._unseen_gradients.values())
+        self._marks, self._gone_bytes = [Mark(PhaseKind.START)], [0]
+        self._base_bytes = loop.allocated_bytes(batch)
+        return True
+
+    def mark(self, kind: PhaseKind, *, call: int | None = None, optimizer: str = "") -> None:
+        """Begin a phase of the step, if it is measured."""
+        if self._meter is not None:
+            self._marks.append(Mark(kind, call, optimizer))
+            self._gone_bytes.append(self._unseen_bytes - sum(self._unseen_gradients.values()))
+            self._meter.lap(kind.value)
+
+    def stop(self) -> bool:
+        """End with a step. True if there are new peaks."""
+        self._was_interrupted = False
+        recording = self._end()
+        if recording is None:
+            return False
+        self._steps_left -= 1
+        self.phases = []
+        for mark, gone_bytes, phase in zip(self._marks, self._gone_bytes, recording.phases, strict=True):
+            measured = StepPhase(mark, phase.start_bytes, phase.peak_bytes, phase.end_bytes)
+            self.phases.append(measured.raised(self._base_bytes - gone_bytes))
+        self.peak_bytes = max(phase.peak_bytes for phase in self.phases)
+        self.reserved_bytes = recording.reserved_bytes
+        return True
+
+    def drop(self) -> None:
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        if self._end() is not None:
+            self._was_interrupted = True
+
+    def _end(self) -> Recording | None:
+        """The recording of the meter, under whose eyes gradients were made; None if none runs."""
+        if self._meter is None:
+            return None
+        recording, self._meter = self._meter.stop(), None
+        for gradient in own_gradients(self._model):
+            if gradient not in self._unseen_gradients:
+                self._seen_gradients[gradient] = gradient.nbytes
+        return recording
