@@ -55,7 +55,6 @@ from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batch
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
-from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters
 from lightning_rotor.profiling import options as timing
@@ -264,10 +263,10 @@ class Limited(Checkpointable):
         super().__init__(module, show_progress=False)
         limit, whole = self._limit, self._limit.budget
 
-        def budget(plans: ModulePlans, profile: Profile) -> Budget:
+        def budget(name: str, profile: Profile) -> Budget:
             if limit.limit is None:
                 limit.limit = MemoryLimit(size_bytes=library.budget(profile, Budget(ENOUGH)))
-            return library.left_to_chance(whole(plans, profile))
+            return library.left_to_chance(whole(name, profile))
 
         limit.budget = budget
 
@@ -285,12 +284,12 @@ class LimitedCallback(RotorCallback):
         planner, library, chosen = self._planner, self.library, []
         whole = planner.budget
 
-        def budget(plans: ModulePlans, profile: Profile) -> Budget:
-            allowed = whole(plans, profile)
+        def budget(name: str, profile: Profile) -> Budget:
+            allowed = whole(name, profile)
             if not chosen:
                 chosen.append(min(library.budget(profile, allowed) + allowed.reserved_bytes, ENOUGH))
                 planner.limit._limit = MemoryLimit(size_bytes=chosen[0])
-                allowed = whole(plans, profile)
+                allowed = whole(name, profile)
             return library.left_to_chance(allowed)
 
         planner.budget = budget

@@ -22,7 +22,7 @@ from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.attachment import attach, detach
 from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.forward import PlannedForward
-from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.lightning_names import lightning_module_class
@@ -396,6 +396,6 @@ class _ActivationLimit(BudgetSource):
     def __init__(self, limit: MemoryLimit | None) -> None:
         self.limit, self.ranks = limit, Agreement()
 
-    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
+    def budget(self, name: str, profile: Profile) -> Budget:
         """All of the limit is for the chain."""
         return Budget(resolve_limit(self.limit, profile.chain.device))

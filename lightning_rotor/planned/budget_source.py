@@ -5,12 +5,14 @@ planner of a training's steps, for all modules that share one limit::
 
     planned forward ── budget()? ──► BudgetSource
                     ── hear(event) ─► may raise, which ends the call
+
+Modules are known by their dotted names in the model; the one of a ``Checkpointable`` has the name ``""``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import ReferenceType
 
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
@@ -23,9 +25,6 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 
-if TYPE_CHECKING:
-    from lightning_rotor.planned.module_plans import ModulePlans
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuringBegins:
@@ -36,7 +35,7 @@ class MeasuringBegins:
 class ModuleCut:
     """A module was cut into stages. A ``ModelError`` of the listener's leaves it unplanned, as ``NoChain`` does."""
 
-    plans: ModulePlans
+    name: str
     cut: SequentialCut | GraphCut
 
 
@@ -58,7 +57,7 @@ class CallBegins:
 class CallRan:
     """A call has run under a plan, and waits for its backward."""
 
-    plans: ModulePlans
+    name: str
     signature: Signature
     prepared: Prepared
     pending: ReferenceType[Pending]
@@ -68,7 +67,7 @@ class CallRan:
 class NoChain:
     """A module turned out to be no chain. It runs plainly, unless the listener raises."""
 
-    plans: ModulePlans
+    name: str
     error: RotorError
 
 
@@ -107,11 +106,11 @@ class BudgetSource:
         """Names of the modules whose calls wait for their backward."""
         return ()
 
-    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
+    def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that one plan of a module may use at this moment."""
         raise NotImplementedError
 
-    def plans_by_seconds(self, plans: ModulePlans) -> bool:
+    def plans_by_seconds(self, name: str) -> bool:
         """True if a plan of a module may be replaced by a faster one once its calls have been timed."""
         return True
 
@@ -121,10 +120,10 @@ class BudgetSource:
             raise event.error
 
 
-def objection(source: BudgetSource, plans: ModulePlans, cut: SequentialCut | GraphCut) -> ModelError | None:
+def objection(source: BudgetSource, name: str, cut: SequentialCut | GraphCut) -> ModelError | None:
     """Why a new cut should not be planned; None if it should."""
     try:
-        source.hear(ModuleCut(plans, cut))
+        source.hear(ModuleCut(name, cut))
     except ModelError as error:
         return error
     return None

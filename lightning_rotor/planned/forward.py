@@ -89,7 +89,7 @@ class PlannedForward:
             source.hear(CallBegins(call.value))
             output, prepared = self._run(call, plainly if call.prepared.runs_plainly else None)
             pending = await_backward(output, call.value, once=not prepared.runs_plainly)
-            source.hear(CallRan(self.plans, call.signature, prepared, pending))
+            source.hear(CallRan(self.plans.name, call.signature, prepared, pending))
             return output
 
     def _plans_for(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,11 +128,11 @@ class PlannedForward:
         except (ModelError, SampleError) as error:  # no chain, or a call without tensors
             if was_cut:
                 raise
-            source.hear(NoChain(plans, error))
+            source.hear(NoChain(plans.name, error))
             return None
-        refusal = None if was_cut else objection(source, plans, signature.cut)
+        refusal = None if was_cut else objection(source, plans.name, signature.cut)
         if refusal is not None:
-            source.hear(NoChain(plans, refusal))
+            source.hear(NoChain(plans.name, refusal))
             return None
         try:
             return _BoundCall(signature, value, plans.prepare(signature, value))

@@ -207,7 +207,7 @@ class ModulePlans:
     def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
         shows_seconds = isinstance(entry, Prepared) and not entry.is_settled and entry.is_timed
-        if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self):
+        if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self.name):
             entry = self._planned_by_seconds(signature, entry)
         rough_seconds = costs_of(entry).rough_seconds
         if rough_seconds and self._measuring.pays(rough_seconds):
@@ -319,7 +319,7 @@ class ModulePlans:
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """Bytes that a plan may use; without the ceiling, if the device had as much as it seemed to have."""
-        budget = self._source.budget(self, profile)
+        budget = self._source.budget(self.name, profile)
         budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
         return budget.capped(self.ceiling.size_bytes) if ceiling else budget
 

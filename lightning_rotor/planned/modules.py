@@ -8,31 +8,46 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.capture.cuts import GraphCut, SequentialCut
 from lightning_rotor.errors import ModelError, RotorError
-from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.planned.attachment import ForwardInPlace, attach, detach, inactive, is_attached
+from lightning_rotor.planned.attachment import (
+    ForwardInPlace,
+    attach,
+    detach,
+    is_attached,
+)
 from lightning_rotor.planned.budget_source import BudgetSource
-from lightning_rotor.planned.forward import NO_GRAPH, PlannedForward
-from lightning_rotor.planned.key_value_caches import ForwardWithoutCaches, KeyValueCaches
+from lightning_rotor.planned.forward import PlannedForward
+from lightning_rotor.planned.key_value_caches import (
+    ForwardWithoutCaches,
+    KeyValueCaches,
+)
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.records import model_fingerprint
-from lightning_rotor.planned.target_search import Target, TargetSearch, may_be_planned, named_target, spelled_shares
+from lightning_rotor.planned.target_search import (
+    Target,
+    TargetSearch,
+    may_be_planned,
+    named_target,
+    spelled_shares,
+)
+from lightning_rotor.planned.unseen_forward import UnseenForward
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.torch_names import INNER, is_compiled, outside_of_graphs
-from lightning_rotor.private.values import tensors_in
+from lightning_rotor.private.torch_names import INNER, is_compiled
 
 _log = logging.getLogger(__name__)
-_MOST = 0.5
-"""A module with more of its saved bytes in parts that are one stage is planned in parts."""
+
+# A module with more of its saved bytes in parts that are one stage is planned in parts: from one stage nothing can be
+# saved but all of it.
+_MOST_OPAQUE = 0.5
+# A module that was found in the first step is not planned if its calls have a smaller share of all calls' time and
+# bytes: measuring it would cost more than a plan could save.
 _SLIGHT = 0.01
-"""A module that was found in the first step is not planned if less of its calls' time and bytes are in it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,64 +58,56 @@ class PlannedModule:
     plans: ModulePlans
     caches: KeyValueCaches
 
+    @property
+    def name(self) -> str:
+        """Its dotted name in the model."""
+        return self.target.name
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.target.module
+
     def to_plain(self) -> dict[str, Any]:
-        """What is known of it, for checkpoints."""
+        """Its plans and measurements, for checkpoints."""
+        # Records of one process would let it go on where the others measure, and wait for it.
+        records = [] if self.plans.together else self.plans.records()
         return {
-            "module": self.target.name,
-            "model": model_fingerprint(self.target.module),
+            "module": self.name,
+            "model": model_fingerprint(self.module),
             "ceiling_bytes": self.plans.ceiling.size_bytes,
-            # Those of one process would let it go on where the others measure, and wait for it.
-            "records": [] if self.plans.together else self.plans.records(),
+            "records": records,
         }
 
 
-class UnseenForward:
-    """Stands in for the forward of a module that nobody has seen run, until the first step calls it.
-
-    ``found`` is told of the first call that trains, before it runs. It may put another forward in this one's place.
-    """
-
-    active = True
-
-    def __init__(self, found: Callable[[], None]) -> None:
-        self._found = found
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return inactive, ()
-
-    @partial(outside_of_graphs, reason=NO_GRAPH)
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Output of the module."""
-        trains = module.training and torch.is_grad_enabled() and not is_recomputing()
-        if not trains or not _needs_gradients(module, args, kwargs):
-            return type(module).forward(module, *args, **kwargs)
-        self._found()
-        return module.forward(*args, **kwargs)
-
-
-def _needs_gradients(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if autograd may keep something of a call."""
-    learning = (parameter.requires_grad for parameter in module.parameters())
-    return any(learning) or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
-
-
 class PlannedModules:
-    """The planned modules of a model: those of these names, or those that the steps show to have much of the compute.
+    """The planned modules of a model.
 
-    Modules that may have much of it, and were not seen to run, wait for their first call.
+    They are those that the user has named, or those that the steps show to have much of the compute. Modules that may
+    have much of it, and were not seen to run, wait for their first call.
     """
 
     def __init__(
-        self, loop: TrainingLoop, source: BudgetSource, settings: PlanSettings, names: str | Sequence[str] | None
+        self,
+        loop: TrainingLoop,
+        source: BudgetSource,
+        settings: PlanSettings,
+        names: str | Sequence[str] | None,
     ) -> None:
-        self._loop, self._source, self._settings = loop, source, settings
+        self._loop = loop
+        self._source = source
+        self._settings = settings
         self._names = [names] if isinstance(names, str) else names
-        self._search = None if names is not None else TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
+        self._search: TargetSearch | None = None
+        if names is None:
+            self._search = TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
         self._unseen: dict[str, Target] = {}
-        self._attached: list[tuple[nn.Module, ForwardInPlace]] = []  # forwards in the place of modules' own
+        # All forwards that stand in the place of modules' own.
+        self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
         self._refusals: list[RotorError] = []
-        self._told_of: list[PlannedModule] = []  # when it was said last what is planned
+        # The planned modules when they were told of last.
+        self._told_of: list[PlannedModule] = []
 
     def __iter__(self) -> Iterator[PlannedModule]:
         return iter(self._modules)
@@ -108,54 +115,47 @@ class PlannedModules:
     def __str__(self) -> str:
         return "; ".join(str(module.target) for module in self)
 
+    def named(self, name: str) -> PlannedModule | None:
+        """The planned module of this name; None if there is none, or it is planned no more."""
+        for module in self._modules:
+            if module.name == name:
+                return module
+        return None
+
+    @property
+    def names(self) -> list[str]:
+        """Dotted names of the modules."""
+        return [module.name for module in self]
+
     @property
     def all(self) -> nn.ModuleList:
-        """All of them, to count what they hold."""
-        return nn.ModuleList(module.target.module for module in self)
+        """The modules themselves, to count what they hold."""
+        return nn.ModuleList(module.module for module in self)
 
     @property
     def is_open(self) -> bool:
         """True while the first step may still show modules to plan."""
         return self._search is not None and self._search.is_open
 
-    @property
-    def left_out(self) -> str:
-        """Modules that are not planned, with their shares of a step's compute; empty if there are none."""
-        if self._search is None:
-            return ""
-        return spelled_shares(self._search.left_out([module.target.name for module in self]))
+    def is_alone(self, name: str) -> bool:
+        """True if a step calls nothing else that is planned, and this module once, as far as is known."""
+        if self._search is not None and self._search.calls(self.names) > 1:
+            return False
+        return all(module.name == name for module in self)
 
-    @property
-    def measuring_seconds(self) -> float:
-        """Time spent on measuring them."""
-        return sum(module.plans.measuring_seconds for module in self)
-
-    def measured_overhead(self, plan: Plan) -> float | None:
-        """Time of a step's calls beyond that of plain ones, by that; None before the second step under it."""
-        seconds = 0.0
-        for call in plan.calls:
-            prepared = self._prepared_under(call)
-            overhead = None if prepared is None else prepared.measured_overhead
-            if overhead is None:
-                return None
-            seconds += overhead * call.chain.step_seconds
-        return seconds / plan.chain.step_seconds if plan.chain.step_seconds else None
-
-    def _prepared_under(self, plan: Plan) -> Prepared | None:
-        """The entry that a plan is in use for; None if it is in use no more."""
-        entries = (module.plans.entry_under(plan) for module in self)
-        return next(filter(None, entries), None)
-
-    # ---------------------------------------------------------------- which they are
+    # ---------------------------------------------------------------- the choice
 
     def begin(self, known: Sequence[Target] = ()) -> bool:
-        """Plan what the user has named, or what saved plans are for (``known``); else guess from the modules' sizes.
+        """Plan the modules that are certain, or guess from the modules' sizes.
 
+        Args:
+            known: Modules that saved plans are for; names of the user's go before.
         Returns:
             True if the choice stays; False if it is a guess until the first batch has been looked at.
         """
         if self._names is not None:
-            self._take([named_target(self._loop.model, name) for name in self._names])
+            model = self._loop.model
+            self._take([named_target(model, name) for name in self._names])
             return True
         assert self._search is not None
         if known:
@@ -169,104 +169,119 @@ class PlannedModules:
         before = list(self)
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         targets = self._search.targets()
-        told = [(target.name, target.is_unseen) for target in targets], self._search.is_open, self._search.messages
+        listed = [(target.name, target.is_unseen) for target in targets]
+        told = listed, self._search.is_open, self._search.messages
         heard = self._loop.told_by_all(told)
         listed, self._search.is_open, _ = heard[0]
-        planned = [name for name, _ in listed]
-        self._source.ranks.join_connected(
-            [seen for _, _, messages in heard for name in planned for seen in messages.get(name, ())]
-        )
-        known = {target.name: target for target in targets}
-        submodule = self._loop.model.get_submodule
-        self._take(
-            [known.get(name) or Target(name, submodule(name), "as on rank 0", is_unseen) for name, is_unseen in listed]
-        )
+        members: list[frozenset[int]] = []
+        for _, _, messages in heard:
+            for name, _ in listed:
+                members += messages.get(name, ())
+        self._source.ranks.join_connected(members)
+        of_this_process = {target.name: target for target in targets}
+        chosen = []
+        for name, is_unseen in listed:
+            target = of_this_process.get(name)
+            if target is None:
+                module = self._loop.model.get_submodule(name)
+                target = Target(name, module, "as on rank 0", is_unseen)
+            chosen.append(target)
+        self._take(chosen)
         return list(self) != before
+
+    def close(self, calls: Sequence[str]) -> list[ModulePlans]:
+        """The first step is over: nothing is found any more.
+
+        Args:
+            calls: Names of the modules that the step has called, once for each call.
+        Returns:
+            Plans of modules that are planned no more: the step has not called them, or they hardly count.
+        """
+        assert self._search is not None
+        for name in list(self._unseen):
+            self._dismiss(name)
+        wanted = set(self.names) & set(calls) - self._slight(calls)
+        kept = self._loop.told_by_all(sorted(wanted))[0]
+        given_up = [module for module in self if module.name not in kept]
+        for module in given_up:
+            self._detach(module.module)
+        self._modules = [module for module in self if module.name in kept]
+        self._search.close([name for name in calls if name in kept])
+        return [module.plans for module in given_up]
+
+    def _slight(self, calls: Sequence[str]) -> set[str]:
+        """Names of modules found in the first step whose calls take next to nothing of all calls' time and bytes."""
+        seconds: dict[str, float] = {}
+        kept_bytes: dict[str, int] = {}
+        for module in self:
+            plan, count = module.plans.plan, calls.count(module.name)
+            if plan is not None:
+                seconds[module.name] = count * plan.chain.step_seconds
+                kept_bytes[module.name] = count * plan.chain.kept_bytes
+        least_seconds = _SLIGHT * sum(seconds.values())
+        least_bytes = _SLIGHT * sum(kept_bytes.values())
+        slight = set()
+        for module in self:
+            name = module.name
+            if not module.target.is_unseen or name not in seconds:
+                continue
+            if seconds[name] < least_seconds and kept_bytes[name] < least_bytes:
+                slight.add(name)
+        return slight
+
+    def object_to(self, name: str, cut: SequentialCut | GraphCut) -> None:
+        """Raise ``ModelError`` if most of a module that nobody has named is in parts that are better planned alone.
+
+        A model may do one thing that no recording can hold around all of its layers: it sets an attribute, or asks for
+        a value. Each of its parts is one stage then, from which nothing can be saved, though the parts could be cut.
+        """
+        module = self.named(name)
+        if self._search is None or module is None:
+            return
+        if not isinstance(cut, GraphCut) or cut.opaque_share() < _MOST_OPAQUE:
+            return
+        parts: list[nn.Module] = []
+        for path in cut.opaque:
+            parts += list(cut.module.get_submodule(path).modules())[1:]
+        if not any(map(may_be_planned, parts)):
+            return
+        (path, reason), *_ = cut.opaque.items()
+        raise ModelError(f"{module.target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
+
+    def refuse(self, name: str, error: RotorError) -> None:
+        """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
+        module = self.named(name)
+        if self._search is None or module is None:
+            raise error
+        self._search.refused.add(name)
+        self._refusals.append(error)
+        _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
+        targets = []
+        for other in self:
+            if other is not module and other.target.is_unseen:  # found in this step
+                targets.append(other.target)
+        self._take([*targets, *self._search.targets()])
+        if module.caches:
+            self._attach(module.module, ForwardWithoutCaches(module.caches))
 
     def _found(self, name: str) -> None:
         """The first step is about to call a module that waits: plan it, and nothing inside of it or around it."""
         target = self._unseen[name]
         inside = set(target.module.modules())
         for other, waiting in list(self._unseen.items()):
-            if waiting.module in inside or target.module in waiting.module.modules():
+            around = waiting.module.modules()
+            if waiting.module in inside or target.module in around:
                 self._dismiss(other)
         self._plan(target)
 
-    def close(self, calls: Sequence[str]) -> list[ModulePlans]:
-        """The first step is over, and has called these of the modules, once for each name. Returns plans given up.
-
-        Modules that it has not called are planned no more, nor those that hardly count.
-        """
-        assert self._search is not None
-        for name in list(self._unseen):
-            self._dismiss(name)
-        names = [module.target.name for module in self]
-        kept = self._loop.told_by_all(sorted({name for name in names if name in calls} - self._slight(calls)))[0]
-        given_up = [module for module in self if module.target.name not in kept]
-        for module in given_up:
-            self._detach(module.target.module)
-        self._modules = [module for module in self if module.target.name in kept]
-        self._search.close([name for name in calls if name in kept])
-        return [module.plans for module in given_up]
-
-    def _slight(self, calls: Sequence[str]) -> set[str]:
-        """Names of modules found in the first step whose calls take next to nothing of all calls' time and bytes."""
-        chains = {module.target.name: module.plans.plan.chain for module in self if module.plans.plan is not None}
-        known = [name for name in calls if name in chains]
-        seconds = sum(chains[name].step_seconds for name in known)
-        kept_bytes = sum(chains[name].kept_bytes for name in known)
-        return {
-            module.target.name
-            for module in self
-            if module.target.is_unseen
-            and (chain := chains.get(module.target.name)) is not None
-            and (count := known.count(module.target.name)) * chain.step_seconds < _SLIGHT * seconds
-            and count * chain.kept_bytes < _SLIGHT * kept_bytes
-        }
-
-    def object_to(self, plans: ModulePlans, cut: SequentialCut | GraphCut) -> None:
-        """Raise ``ModelError`` if most of a module that nobody has named is in parts that are better planned alone.
-
-        A model may do one thing that no recording can hold around all of its layers: it sets an attribute, or asks for
-        a value. Each of its parts is one stage then, from which nothing can be saved, though the parts could be cut.
-        """
-        if self._search is None or not isinstance(cut, GraphCut) or cut.opaque_share() < _MOST:
-            return
-        target = next(module.target for module in self if module.plans is plans)
-        inside = [cut.module.get_submodule(path) for path in cut.opaque]
-        if not any(may_be_planned(part) for module in inside for part in list(module.modules())[1:]):
-            return
-        (path, reason), *_ = cut.opaque.items()
-        raise ModelError(f"{target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
-
-    def refuse(self, plans: ModulePlans, error: RotorError) -> None:
-        """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
-        if self._search is None:
-            raise error
-        module = next(module for module in self if module.plans is plans)
-        self._search.refused.add(module.target.name)
-        self._refusals.append(error)
-        _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
-        found_in_step = [each.target for each in self if each is not module and each.target.is_unseen]
-        self._take([*found_in_step, *self._search.targets()])
-        if module.caches:
-            self._attach(module.target.module, ForwardWithoutCaches(module.caches))
-
-    def is_alone(self, plans: ModulePlans) -> bool:
-        """True if a step calls nothing else that is planned, as far as is known."""
-        calls = 0 if self._search is None else self._search.calls([each.target.name for each in self])
-        return calls <= 1 and all(each.plans is plans for each in self)
-
-    def end(self) -> None:
-        """Give all of them their own forwards back."""
-        for module, forward in self._attached:
-            detach(module, forward)
-        self._attached, self._modules, self._unseen = [], [], {}
+    # ---------------------------------------------------------------- plans
 
     def replan(self, plan: Plan) -> Plan:
         """A new plan in the place of one that steps run under, with the budget of now; ``BudgetError`` if none fits."""
-        module = next((module for module in self if module.plans.entry_under(plan)), None)
-        return plan if module is None else module.plans.replan(plan)
+        for module in self:
+            if module.plans.entry_under(plan) is not None:
+                return module.plans.replan(plan)
+        return plan
 
     def keep_only(self, is_kept: Callable[[Plan], bool]) -> None:
         """Drop all other plans."""
@@ -275,26 +290,70 @@ class PlannedModules:
 
     def is_capped(self, plan: Plan) -> bool:
         """True if a plan has all that plans may take since the device ran out of memory."""
-        return any(module.plans.ceiling.caps(part) for module in self for part in plan.calls)
+        for module in self:
+            if any(map(module.plans.ceiling.caps, plan.calls)):
+                return True
+        return False
+
+    @property
+    def measuring_seconds(self) -> float:
+        """Time spent on measuring them."""
+        return sum(module.plans.measuring_seconds for module in self)
+
+    def measured_overhead(self, plan: Plan) -> float | None:
+        """Time of a step's calls beyond that of plain ones, by that; None before the second step under it."""
+        plain_seconds = plan.chain.step_seconds
+        extra_seconds = 0.0
+        for call in plan.calls:
+            prepared = self._prepared_under(call)
+            overhead = None if prepared is None else prepared.measured_overhead
+            if overhead is None:
+                return None
+            extra_seconds += overhead * call.chain.step_seconds
+        return extra_seconds / plain_seconds if plain_seconds else None
+
+    def _prepared_under(self, plan: Plan) -> Prepared | None:
+        """The entry that a plan is in use for; None if it is in use no more."""
+        for module in self:
+            prepared = module.plans.entry_under(plan)
+            if prepared is not None:
+                return prepared
+        return None
+
+    # ---------------------------------------------------------------- telling the user
 
     def tell(self) -> None:
-        """Say what is planned, and warn of what is not, or not as it was, unless that was said or is not certain."""
+        """Say what is planned, and warn of what is not, or not as it was, unless that was said or is not certain.
+
+        That nothing is planned, :attr:`why_nothing` says.
+        """
         if self.is_open or not self._modules or self._modules == self._told_of:
-            return  # that nothing is planned, :attr:`why_nothing` says
+            return
         self._told_of = list(self._modules)
         if self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
-        for target in (module.target for module in self):
-            if self._loop.is_compiled or is_compiled(target.module) or target.name.endswith(INNER):
-                taken = taken_apart("the LightningModule" if self._loop.is_compiled else target.place)
-                self._loop.warn(f"RotorCallback: {taken}")
-        left_out = None if self._search is None else self._search.what_is_left_out([each.target for each in self])
+        for module in self:
+            target = module.target
+            if self._loop.is_compiled:
+                self._loop.warn(f"RotorCallback: {taken_apart('the LightningModule')}")
+            elif is_compiled(target.module) or target.name.endswith(INNER):
+                self._loop.warn(f"RotorCallback: {taken_apart(target.place)}")
+        if self._search is None:
+            return
+        left_out = self._search.what_is_left_out([module.target for module in self])
         if left_out is not None:
             self._loop.warn(f"RotorCallback {left_out}")
 
     @property
+    def left_out(self) -> str:
+        """Modules that are not planned, with their shares of a step's compute; empty if there are none."""
+        if self._search is None:
+            return ""
+        return spelled_shares(self._search.left_out(self.names))
+
+    @property
     def why_nothing(self) -> str:
-        """Why no module is planned; empty if one is, or may be."""
+        """The reason why no module is planned; empty if one is, or may be."""
         if self._modules or self._unseen:
             return ""
         if self._refusals:
@@ -307,16 +366,24 @@ class PlannedModules:
 
     # ---------------------------------------------------------------- forwards in the place of modules' own
 
+    def end(self) -> None:
+        """Give all of them their own forwards back."""
+        for module, forward in self._attached:
+            detach(module, forward)
+        self._attached = []
+        self._modules = []
+        self._unseen = {}
+
     def _take(self, targets: Sequence[Target]) -> None:
-        """Plan these, and let unseen ones wait for their first call."""
+        """Plan these and no others, and let unseen ones wait for their first call."""
         wanted = {id(target.module): target for target in targets}
         kept = []
         for module in self:
-            target = wanted.pop(id(module.target.module), None)
+            target = wanted.pop(id(module.module), None)
             if target is None:
-                self._detach(module.target.module)
+                self._detach(module.module)
             else:
-                module.target = target  # why it is one may have changed
+                module.target = target  # the reason for it may have changed
                 kept.append(module)
         self._modules = kept
         for name in list(self._unseen):
@@ -331,6 +398,7 @@ class PlannedModules:
             raise
 
     def _plan(self, target: Target) -> None:
+        """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
         self._attach(target.module, planned)
@@ -340,19 +408,21 @@ class PlannedModules:
         """Let modules wait for their first call, but those inside of one that is planned, or around one."""
         taken = [module for module in self._loop.model.modules() if is_attached(module)]
         for target in targets:
-            inside = set(target.module.modules())
-            if any(other in inside or target.module in other.modules() for other in taken):
+            if _overlaps(target.module, taken):
                 continue
             if "forward" in target.module.__dict__:  # somebody else's patch, which nobody could put back
                 continue
-            self._attach(target.module, UnseenForward(partial(self._found, target.name)))
+            waiting = UnseenForward(partial(self._found, target.name))
+            self._attach(target.module, waiting)
             self._unseen[target.name] = target
 
     def _dismiss(self, name: str) -> None:
+        """Let a module wait no longer."""
         self._detach(self._unseen.pop(name).module)
 
     def _attach(self, module: nn.Module, forward: ForwardInPlace) -> None:
-        self._attached.append((module, forward))  # before it is, as an interrupt may come in between
+        # It is noted before it happens, as an interrupt may come in between.
+        self._attached.append((module, forward))
         attach(module, forward)
 
     def _detach(self, module: nn.Module) -> None:
@@ -362,12 +432,18 @@ class PlannedModules:
         self._attached = [entry for entry in self._attached if entry[0] is not module]
 
 
+def _overlaps(module: nn.Module, others: Collection[nn.Module]) -> bool:
+    """True if one of others is inside of a module, or around it."""
+    inside = set(module.modules())
+    return any(other in inside or module in other.modules() for other in others)
+
+
 def _check_apart(model: nn.Module, target: Target) -> None:
     """Check that no module is planned inside of another one."""
-    inside = set(target.module.modules())
     for name, module in model.named_modules():
-        overlaps = module in inside or target.module in module.modules()
-        if module is not target.module and overlaps and is_attached(module):
+        if module is target.module or not is_attached(module):
+            continue
+        if _overlaps(target.module, [module]):
             raise ModelError(
                 f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected "
                 "modules apart from each other, or one RotorCallback on the larger one, which plans what is inside of "

@@ -37,7 +37,7 @@ from lightning_rotor.planned.budget_source import (
 from lightning_rotor.planned.joint_plans import JointPlans
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.prepared import Turn
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
@@ -348,14 +348,14 @@ class StepPlanner(BudgetSource):
         """Names of the modules whose calls wait for their backward."""
         return () if self._step is None else tuple(call.key.name for call in self._step.waiting)
 
-    def budget(self, plans: ModulePlans, profile: Profile) -> Budget:
+    def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that a plan for one call may use now: 0 until the step is over, if others share the step."""
         step = self._step
         self._look_at_start(step)
         budget = self.limit.budget(profile.chain, self.modules.all, step)
         others_wait = step is not None and bool(step.waiting)
         others_may_come = step is not None and self.modules.is_open
-        if not others_wait and not others_may_come and self.modules.is_alone(plans):
+        if not others_wait and not others_may_come and self.modules.is_alone(name):
             return budget
         if step is not None:
             step.shares_budget = True
@@ -367,10 +367,10 @@ class StepPlanner(BudgetSource):
         budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 
-    def plans_by_seconds(self, plans: ModulePlans) -> bool:
+    def plans_by_seconds(self, name: str) -> bool:
         """True if a plan may be replaced once its calls have been timed, as nothing else depends on it."""
         mode = self._mode.joined_with(is_joint=False, in_lockstep=self.ranks.together)
-        return mode.plans_by_seconds and self.modules.is_alone(plans)
+        return mode.plans_by_seconds and self.modules.is_alone(name)
 
     # ---------------------------------------------------------------- events of planned modules
 
@@ -385,10 +385,10 @@ class StepPlanner(BudgetSource):
                 self._plan_made(plan)
             case MeasuringBegins():
                 self.watch.drop()  # for torch has one profiler
-            case ModuleCut(plans, cut):
-                self.modules.object_to(plans, cut)
-            case NoChain(plans, error):
-                self.modules.refuse(plans, error)
+            case ModuleCut(name, cut):
+                self.modules.object_to(name, cut)
+            case NoChain(name, error):
+                self.modules.refuse(name, error)
             case ProfilerBusy(error):
                 self._become(Event.PUT_OFF)
                 self.loop.warn_once(
@@ -413,7 +413,10 @@ class StepPlanner(BudgetSource):
         step = self._step
         if step is None:
             return
-        key = CallKey(event.plans, event.signature, event.prepared.turn)
+        module = self.modules.named(event.name)
+        if module is None:  # it is planned no more
+            return
+        key = CallKey(module.plans, event.signature, event.prepared.turn)
         call = Call(key, event.prepared, event.pending)
         step.add(call)
         pending = event.pending()
