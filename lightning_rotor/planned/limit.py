@@ -1,4 +1,12 @@
-"""One limit for a training step: what the process needs, what plans may use, and what happens where none keeps it."""
+"""One limit for a training step: the budgets that follow from it, and the errors where no plan keeps it.
+
+A limit is broken in one of four ways, each found as early as it can be known::
+
+    before the forward     no plan for a call fits beside what the process holds        refuse()
+    behind a step          it has taken more, and no plan takes less                    exceeded()
+    in the optimizer       its step takes more, which no plan changes                   check_final()
+    without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
+"""
 
 from __future__ import annotations
 
@@ -11,7 +19,12 @@ from torch import nn
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ShortageError, TrialError
-from lightning_rotor.memory.budget import Budget, ResidentMemory, limit_error, usable_bytes
+from lightning_rotor.memory.budget import (
+    Budget,
+    ResidentMemory,
+    limit_error,
+    usable_bytes,
+)
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,
     gradient_bytes,
@@ -38,7 +51,7 @@ _UNEVEN, _SEVERAL = 1.005, 1.02
 
 
 class StepLimit:
-    """What plans may use of a user's limit, and what happens where none keeps it.
+    """The user's limit: the part of it that plans may use, and the error where none keeps it.
 
     Attributes:
         size_bytes: The limit of the process, as it was read last.
@@ -48,17 +61,23 @@ class StepLimit:
     """
 
     def __init__(self, loop: TrainingLoop, limit: MemoryLimit | None, *, beyond: bool) -> None:
-        self.size_bytes, self.beyond = 0, beyond
+        self.size_bytes = 0
+        self.beyond = beyond
         self.corrections = Corrections()
-        self._loop, self._limit = loop, limit
-        self._agreed_bytes: int | None = None  # with other processes
+        self._loop = loop
+        self._limit = limit
+        # The least limit of several processes, once they have agreed.
+        self._agreed_bytes: int | None = None
         # What else a GPU's allocator had given out when a chain's first forward began, by the chain's fingerprint.
+        # Later it is more: what the step itself holds then is in the chain's costs already.
         self._other_bytes: dict[str, int] = {}
         self._resident = ResidentMemory()
         self._last_budget = Budget(0)
-        self._correction_bytes = 0  # in the last budget
-        self._excess_bytes = 0  # of the least plan beyond that
-        self._final: StepPhase | None = None  # the highest behind the backward of a step that was not the first
+        # In the last budget, and by how much the least plan was beyond that.
+        self._correction_bytes = 0
+        self._excess_bytes = 0
+        # The highest phase behind the backward of a step that was not the first.
+        self._final: StepPhase | None = None
 
     def agree(self, batch: Sequence[torch.Tensor]) -> None:
         """Take the least limit of all processes."""
@@ -71,9 +90,14 @@ class StepLimit:
     # ---------------------------------------------------------------- budgets
 
     def budget(
-        self, chain: Chain, modules: nn.Module, step: Step | None, *, correction_bytes: int | None = None
+        self,
+        chain: Chain,
+        modules: nn.Module,
+        step: Step | None,
+        *,
+        correction_bytes: int | None = None,
     ) -> Budget:
-        """What a plan may use.
+        """Bytes that a plan may use.
 
         Args:
             chain: To plan.
@@ -87,18 +111,22 @@ class StepLimit:
             correction_bytes = self.corrections.of(chain)
         budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
         if chain not in self.corrections:
+            # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
         if self._loop.is_trial():
             budget = replace(budget, error=TrialError)
         self._last_budget = budget
-        self._excess_bytes, self._correction_bytes = 0, correction_bytes
+        self._correction_bytes = correction_bytes
+        self._excess_bytes = 0
         return budget
 
     def _resident_beside(self, chain: Chain, modules: nn.Module, step: Step | None) -> ResidentMemory:
-        """What the process holds besides a chain."""
+        """The memory that the process holds besides a chain."""
         batch = [] if step is None else step.batch
-        resident = self._loop.resident(modules, batch, torch.device(chain.device))
-        if not batch:  # in a tuner's trial, which is known from its forward alone
+        device = torch.device(chain.device)
+        resident = self._loop.resident(modules, batch, device)
+        if not batch:
+            # In a tuner's trial, which is known from its forward alone.
             resident = replace(resident, batch_bytes=chain.input_bytes)
         if step is None:
             other_bytes = self._other_bytes.get(chain.fingerprint, resident.other_bytes)
@@ -111,22 +139,29 @@ class StepLimit:
     @property
     def reserved_bytes(self) -> int:
         """Bytes of the process that are not for the plan that was made last."""
-        is_beyond = self._excess_bytes > 0  # where what is outside of the calls is only guessed
-        return self._last_budget.reserved_bytes - (self._correction_bytes if is_beyond else 0)
+        reserved_bytes = self._last_budget.reserved_bytes
+        if self._excess_bytes > 0:
+            # The least plan does not leave room for what is only guessed.
+            reserved_bytes -= self._correction_bytes
+        return reserved_bytes
 
     # ---------------------------------------------------------------- what a step begins and ends with
 
     def start_of(self, batch: list[torch.Tensor], *, is_first: bool) -> StepStart:
         """A step as it begins; a first one has neither optimizer state nor gradients, which later ones have."""
-        optimizers = len(self._loop.optimizers())
+        loop = self._loop
+        optimizers = loop.optimizers()
         if not is_first:
-            return StepStart(batch, is_first=False, optimizers=optimizers)
-        with self._loop.untoggled():
-            missing_gradients = gradient_bytes(self._loop.model) - existing_gradient_bytes(self._loop.model)
+            return StepStart(batch, is_first=False, optimizers=len(optimizers))
+        with loop.untoggled():
+            missing_gradients = gradient_bytes(loop.model)
+            missing_gradients -= existing_gradient_bytes(loop.model)
             state_bytes = self.state_bytes()
-            missing_state = state_bytes - sum(map(optimizer_state_bytes, self._loop.optimizers()))
+            missing_state = state_bytes
+            missing_state -= sum(map(optimizer_state_bytes, optimizers))
         missing_backward = missing_state
-        if not self._loop.gradients_linger():
+        if not loop.gradients_linger():
+            # Lingering gradients are freed between forward and backward, and made again.
             missing_backward += missing_gradients
         return StepStart(
             batch,
@@ -134,7 +169,7 @@ class StepLimit:
             state_bytes=state_bytes,
             missing_forward_bytes=missing_gradients + missing_state,
             missing_backward_bytes=missing_backward,
-            optimizers=optimizers,
+            optimizers=len(optimizers),
         )
 
     def state_bytes(self) -> int:
@@ -148,7 +183,8 @@ class StepLimit:
         """Bytes by which the state of LBFGS will still grow, which fills its history over many steps."""
         growing_bytes = 0
         for optimizer in self._lbfgs():
-            growing_bytes += max(predict_optimizer_state_bytes(optimizer) - optimizer_state_bytes(optimizer), 0)
+            full_bytes = predict_optimizer_state_bytes(optimizer)
+            growing_bytes += max(full_bytes - optimizer_state_bytes(optimizer), 0)
         return growing_bytes
 
     def _lbfgs(self) -> list[torch.optim.Optimizer]:
@@ -157,10 +193,14 @@ class StepLimit:
     @property
     def final_peak_bytes(self) -> int:
         """Peak behind the backward, when optimizers step: as measured, until then as predicted."""
-        predicted_bytes = self._resident.staying_bytes + (self._resident.temporary_bytes or 0)
+        predicted_bytes = self._resident.staying_bytes
+        predicted_bytes += self._resident.temporary_bytes or 0
         if self._final is None:
             return predicted_bytes
-        return max(self._final.peak_bytes, predicted_bytes if self._lbfgs() else 0)
+        if self._lbfgs():
+            # Its history still grows behind the measured step.
+            return max(self._final.peak_bytes, predicted_bytes)
+        return self._final.peak_bytes
 
     @property
     def knows_final_peak(self) -> bool:
@@ -198,14 +238,16 @@ class StepLimit:
         Returns:
             False if the peak is above the limit, and no plan takes less.
         """
-        exceeds, is_better = measured_bytes > self.size_bytes, True
+        exceeds = measured_bytes > self.size_bytes
+        is_better = True
         plans = [path[0].plan for path in step.paths]
         for plan in {id(plan): plan for plan in plans}.values():
             self.corrections.search_for(plan.chain)
-            can_grow = may_grow and bool(plan.recomputed) and not modules.is_capped(plan)
-            if not exceeds and not can_grow:
+            can_grow = may_grow and bool(plan.recomputed)
+            if not exceeds and (not can_grow or modules.is_capped(plan)):
                 continue
-            uncorrected = self._resident_beside(plan.chain, modules.all, step).budget(self.size_bytes)
+            resident = self._resident_beside(plan.chain, modules.all, step)
+            uncorrected = resident.budget(self.size_bytes)
             is_better = self.corrections.correct(
                 modules,
                 plan,
@@ -215,13 +257,17 @@ class StepLimit:
                 foresight=partial(foresight_of, plan, uncorrected.reserved_bytes),
             )
         if exceeds and is_better:
+            # Plans of other sizes were made without what this step has taught.
             modules.keep_only(lambda plan: plan.chain in self.corrections)
         return is_better
 
     def check_final(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """End training, or go beyond the limit, if what no plan can change is above it."""
         highest = highest_of(phase for phase in phases if phase.is_final)
-        if highest is None or any(phase.peak_bytes > self.size_bytes for phase in phases if not phase.is_final):
+        before = highest_of(phase for phase in phases if not phase.is_final)
+        if highest is None:
+            return
+        if before is not None and before.peak_bytes > self.size_bytes:
             return  # a smaller plan follows, or none keeps the limit, which then says what both need
         # A first step makes the state, for which some optimizers take what they never take again.
         choose = min if step.is_first else max
@@ -234,25 +280,31 @@ class StepLimit:
         """No plan for a call fits: go beyond the limit, or end training, once the step has shown what it needs."""
         self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop = self._loop
-        missing_bytes = error.minimum_bytes - self.size_bytes
-        has_no_more = loop.device().type == "cuda" and missing_bytes > usable_bytes(loop.device())
-        if step is None or step.is_over or loop.is_trial() or loop.processes > 1 or has_no_more:
-            self._go_beyond(self._or_final(error))
-        else:
+        may_run_on = step is not None and not step.is_over
+        # A tuner wants to hear of it at once, and other processes must not wait for one that ends later than they do.
+        may_run_on &= not loop.is_trial() and loop.processes == 1
+        if loop.device().type == "cuda":
+            missing_bytes = error.minimum_bytes - self.size_bytes
+            may_run_on &= missing_bytes <= usable_bytes(loop.device())
+        if step is not None and may_run_on:
             step.refusal = Refusal(self._last_budget, error)
+        else:
+            self._go_beyond(self._or_final(error))
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
         """End training if a call was refused, and nothing behind the backward can show more: weights are as before."""
-        if step.refusal is None or self.beyond or not self._loop.gradients_linger():
+        if step.refusal is None or self.beyond:
             return
-        if self._resident.temporary_bytes is not None and not self._loop.has_hooks_at_end():
+        shows_all = self._loop.gradients_linger() and not self._loop.has_hooks_at_end()
+        if shows_all and self._resident.temporary_bytes is not None:
             self._end_refused(step, watch.phases if watch.stop() else [])
 
     def end_step(self, step: Step, watch: StepWatch, *, is_measured: bool) -> None:
         """End training if a call was refused, or go on with the plan that takes least."""
         if step.refusal is None:
             return
-        is_like_later = self._loop.gradients_linger() and self._resident.temporary_bytes is not None
+        is_like_later = self._loop.gradients_linger()
+        is_like_later &= self._resident.temporary_bytes is not None
         if is_measured and not is_like_later:
             return  # later steps show what this one does not: gradients that add up, an unknown state
         self._end_refused(step, watch.phases if is_measured else [])
@@ -261,16 +313,21 @@ class StepLimit:
         assert step.refusal is not None
         budget, error = step.refusal.budget, step.refusal.error
         step.refusal = None
+        stage = error.stage
         highest = highest_of(step.as_later(phases))
-        least_bytes, stage = error.minimum_bytes - budget.reserved_bytes, error.stage
-        rest_bytes = 0 if highest is None else int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes
+        rest_bytes = 0
+        if highest is not None:
+            rest_bytes = int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes
+        least_bytes = error.minimum_bytes - budget.reserved_bytes
         if highest is not None and rest_bytes > 0:
             if highest.is_final:
                 self._go_beyond(self._final_error(highest))
                 return
-            budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
+            available_bytes = budget.available_bytes - rest_bytes
+            budget = budget.reduced_to(available_bytes, "what else this step has taken")
             stage = step.setter(highest)
-        self._go_beyond(self._or_final(budget.refusal(least_bytes, error, stage=stage)))
+        refusal = budget.refusal(least_bytes, error, stage=stage)
+        self._go_beyond(self._or_final(refusal))
 
     def exceeded(self, highest: StepPhase, step: Step, *, spread_bytes: int) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training.
@@ -307,18 +364,24 @@ class StepLimit:
 
     def _or_final(self, error: BudgetError) -> BudgetError:
         """The error, or the one for the optimizer's step if that needs more."""
-        names = [type(optimizer).__name__ for optimizer in self._loop.optimizers()]
-        mark = Mark(PhaseKind.OPTIMIZER, optimizer=names[-1] if names else "")
+        if self.final_peak_bytes * _UNEVEN <= error.minimum_bytes:
+            return error
+        mark = Mark(PhaseKind.OPTIMIZER)
+        optimizers = self._loop.optimizers()
+        if optimizers:
+            mark = Mark(PhaseKind.OPTIMIZER, optimizer=type(optimizers[-1]).__name__)
         if self._final is not None:
             mark = self._final.mark
-        final = StepPhase(mark, 0, self.final_peak_bytes, 0)
-        return self._final_error(final) if final.peak_bytes * _UNEVEN > error.minimum_bytes else error
+        return self._final_error(StepPhase(mark, 0, self.final_peak_bytes, 0))
 
     def _final_error(self, highest: StepPhase) -> BudgetError:
         """The error for a peak behind the backward."""
-        stage, name = Step(None).setter(highest), highest.mark.optimizer
+        stage = Step(None).setter(highest)
+        name = highest.mark.optimizer
         optimizers = [each for each in self._loop.optimizers() if type(each).__name__ == name]
-        who = f"the step of {name}, with hooks and clipping around it," if optimizers else "what runs behind it"
+        who = "what runs behind it"
+        if optimizers:
+            who = f"the step of {name}, with hooks and clipping around it,"
         staying_bytes = min(self._resident.staying_bytes, highest.peak_bytes)
         besides_bytes = highest.peak_bytes - staying_bytes
         return limit_error(
@@ -338,7 +401,7 @@ class StepLimit:
         self._loop.warn_once("beyond", f"training goes on beyond the limit, with the plan that takes least: {error}")
 
     def note_shortage(self, failure: BaseException, plan: Plan, *, lowered: bool) -> None:
-        """Say what the device had too little for, unless the error does; ``lowered``: plans to come take less."""
+        """Warn of a step that ran out of memory, unless the error says it all; ``lowered``: plans to come take less."""
         consequence = "the next training with this callback plans with less"
         if isinstance(failure, ShortageError):
             if lowered:
@@ -355,11 +418,11 @@ class StepLimit:
     # ---------------------------------------------------------------- from one training to the next
 
     def to_plain(self) -> dict[str, list[int]]:
-        """What measured steps have taught, in plain types."""
+        """The corrections that measured steps have taught, in plain types."""
         return self.corrections.to_plain()
 
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
-        """Take over what an earlier training has learned."""
+        """Take over the corrections of an earlier training."""
         self.corrections.recall(corrections)
 
 
@@ -369,7 +432,9 @@ def _optimizer_remedy(optimizers: Sequence[torch.optim.Optimizer], device: torch
         name = type(optimizer).__name__
         all_bytes = predict_optimizer_temporary_bytes(optimizer, device)
         single_bytes = temporary_bytes_one_by_one(optimizer, device)
-        if all_bytes is not None and single_bytes is not None and single_bytes < all_bytes:
+        if all_bytes is None or single_bytes is None:
+            continue
+        if single_bytes < all_bytes:
             return (
                 f"pass foreach=False to {name}, which then takes {format_bytes(single_bytes)} besides instead of "
                 f"{format_bytes(all_bytes)}, or raise mem_limit"

@@ -1,4 +1,4 @@
-"""What a plan for a call depends on."""
+"""The signature of a call: everything that a plan for it depends on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Autocast: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a plan is made for.
+    """The key of a plan.
 
     Attributes:
         shapes: Of the tensors that the chain takes; behind them, numbers of entries of packed sequences.
@@ -46,20 +46,20 @@ class Signature:
         tensors = tensors_in(value)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if isinstance(cut, GraphCut):
-            shapes += [(total,) for total in cut.recording.guards.totals]
-        return cls(tuple(shapes), tuple(map(_kind, tensors)), cut, autocast_now(), modes)
+            for total in cut.recording.guards.totals:
+                shapes.append((total,))
+        kinds = tuple(map(_kind_of, tensors))
+        return cls(tuple(shapes), kinds, cut, autocast_now(), modes)
 
     def is_of(self, value: Any) -> bool:
-        """True if a call with this input has the signature, as far as the facts of its module do not say.
-
-        It runs at every call, so it compares what is cheap first and makes no signature.
-        """
+        """True if a call with this input has the signature, as far as the facts of its module do not say."""
+        # It runs at every call of a steady step, so it makes no signature, and compares what differs most often first.
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        return (
-            tuple([tuple(tensor.shape) for tensor in tensors]) == self.shapes
-            and tuple([_kind(tensor) for tensor in tensors]) == self.kinds
-            and autocast_now() == self.autocast
-        )
+        if tuple([tuple(tensor.shape) for tensor in tensors]) != self.shapes:
+            return False
+        if tuple(map(_kind_of, tensors)) != self.kinds:
+            return False
+        return autocast_now() == self.autocast
 
     @property
     def has_totals(self) -> bool:
@@ -75,7 +75,15 @@ class Signature:
     def family(self) -> Any:
         """Equal for signatures that differ in the sizes of tensors alone."""
         names = tuple(stage.name for stage in self.cut.stages)
-        return self.modes, self.kinds, self.autocast, self.cut.way, tuple(map(len, self.shapes)), names
+        dimensions = tuple(map(len, self.shapes))
+        return (
+            self.modes,
+            self.kinds,
+            self.autocast,
+            self.cut.way,
+            dimensions,
+            names,
+        )
 
     @property
     def size(self) -> int:
@@ -85,11 +93,12 @@ class Signature:
 
 def modes_of(module: nn.Module, submodules: Sequence[nn.Module]) -> Modes:
     """Flags of a module's submodules and parameters."""
-    training = tuple(submodule.training for submodule in submodules)
-    return training, tuple((parameter.requires_grad, parameter.dtype) for parameter in module.parameters())
+    training = [submodule.training for submodule in submodules]
+    learning = [(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()]
+    return tuple(training), tuple(learning)
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
+def _kind_of(tensor: torch.Tensor) -> Kind:
     return tensor.dtype, tensor.device, tensor.requires_grad
 
 

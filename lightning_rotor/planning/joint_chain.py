@@ -70,6 +70,15 @@ class Outside:
     backward_bytes: int = 0
     loss_bytes: int = 0
 
+    def at_least(self, other: Outside) -> Outside:
+        """The larger of each of two measurements."""
+        return Outside(
+            max(self.forward_bytes, other.forward_bytes),
+            max(self.after_bytes, other.after_bytes),
+            max(self.backward_bytes, other.backward_bytes),
+            max(self.loss_bytes, other.loss_bytes),
+        )
+
 
 def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequence[Outside] = ()) -> Chain:
     """The costs of several calls as one chain.
