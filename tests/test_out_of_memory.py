@@ -196,8 +196,8 @@ def test_the_next_training_plans_with_less(
     made: list[Plan] = []
     monkeypatch.setattr(
         StepPlanner,
-        "on_plan",
-        lambda self, plan, _real=StepPlanner.on_plan: (made.append(plan), _real(self, plan)),
+        "_plan_made",
+        lambda self, plan, _real=StepPlanner._plan_made: (made.append(plan), _real(self, plan)),
     )
     rotor, model = RotorCallback("64MiB", "body", show_table=False), Task(where)
     expected = r"mem_limit 64\.0 MiB.*next training with this callback plans with less"

@@ -344,8 +344,8 @@ def test_step_meter_measures_what_a_step_leaves_and_takes() -> None:
 
 
 def test_step_meter_takes_no_older_block_for_one_that_lay_at_its_address_before() -> None:
-    meter, known = StepMeter(CPU), torch.empty(300_000)
-    for older in (None, [known]):
+    meter = StepMeter(CPU)
+    for older in (None, {1: 1}):
         meter.start()
         blocks = [torch.empty(200_000 + number) for number in range(20)]
         meter.stop()
@@ -364,9 +364,12 @@ def test_step_meter_counts_the_older_blocks_that_it_is_told_of() -> None:
     meter.start()
     told, untold = torch.empty(1000), torch.empty(500)
     meter.stop()
-    meter.start(older=[told])
+    address = told.data_ptr()
+    meter.start(older={address: 4000})
     del told, untold
-    assert meter.stop().end_bytes == -4000
+    recording = meter.stop()
+    assert recording.end_bytes == -4000
+    assert address in recording.given_back
 
 
 def test_step_meter_refuses_wrong_use() -> None:

@@ -49,11 +49,18 @@ def existing_gradient_bytes(module: nn.Module, device: torch.device | str | None
     return storage_bytes((p.grad for p in module.parameters() if p.grad is not None), device)
 
 
-def own_gradients(module: nn.Module) -> list[torch.Tensor]:
-    """The gradients of a module whose memory goes with them. DDP's may be views of its buckets."""
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+def replaceable(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """Gradients and optimizer state whose memory goes with them, as a step may replace them.
+
+    Views are not among them: DDP's gradients may be views of its buckets.
+    """
+    tensors = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    for optimizer in optimizers:
+        tensors += tensors_in(list(optimizer.state.values()))
     return [
-        each for each in gradients if each.layout is torch.strided and each.nbytes == each.untyped_storage().nbytes()
+        tensor
+        for tensor in tensors
+        if tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
     ]
 
 

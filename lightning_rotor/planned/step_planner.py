@@ -114,11 +114,12 @@ class StepPlanner(BudgetSource):
         self._steps_begun += 1
         is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
         is_sample = is_due and self.plan is not None
-        if self.state is State.STEADY and not self._mode.is_joint and not is_sample:
+        is_measured = is_sample or self.watch.due
+        if self.state is State.STEADY and not self._mode.is_joint and not is_measured:
             return
         self._look_at_start(self._step)
         self._tell_if_nothing_is_planned()
-        if self.watch.due or is_sample:
+        if is_measured or self.watch.due:
             self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
 
     def _meet_others(self, batch: Any) -> None:
@@ -199,7 +200,11 @@ class StepPlanner(BudgetSource):
     def _learn_from(self, step: Step, *, shows_modules: bool) -> None:
         """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
         step.is_over = True
+        was_exact = self.watch.is_exact
         is_measured = self.watch.stop()
+        if is_measured and was_exact and not self.watch.is_exact:
+            self.watch.repeat()
+            is_measured = False
         phases: list[StepPhase] = []
         if is_measured:
             step.growing_bytes = self.limit.growing_bytes()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.memory.held import own_gradients
+from lightning_rotor.memory.held import replaceable
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.profiling import StepMeter
@@ -26,6 +25,8 @@ class StepWatch:
         reserved_bytes: The most that a GPU's caching allocator had reserved in that step; None on the CPU.
         phases: Of that step, in order.
         sees_all: False if the step was measured from the end of its backward on only.
+        is_exact: False if an optimizer has given back state that the allocator did not report, so that the peak of its
+            step is an upper bound. The next step is exact: its state was made under the meter's eyes.
     """
 
     def __init__(self) -> None:
@@ -33,16 +34,17 @@ class StepWatch:
         self.reserved_bytes: int | None = None
         self.phases: list[StepPhase] = []
         self.sees_all = True
+        self.is_exact = True
         self._steps_left = 0
         self._meter: StepMeter | None = None
         self._marks: list[Mark] = []
         self._base_bytes = 0
-        self._model: nn.Module = nn.Module()
-        # The CPU's meter sees only those gradients go that were made under its eyes.
-        self._seen_gradients = WeakTensorKeyDictionary()
-        self._unseen_gradients = WeakTensorKeyDictionary()  # with their bytes
-        self._unseen_bytes = 0
-        self._gone_bytes: list[int] = []  # of unseen gradients, when each phase began
+        # Gradients and optimizer state when the step began, with their addresses. The CPU's allocator reports a block
+        # that goes only if it was watched when one was taken at that address, perhaps of another size (torch 2.14).
+        # So their own sizes count, and those that go unreported are looked for at every mark.
+        self._held = WeakTensorKeyDictionary()
+        self._held_bytes: dict[int, int] = {}  # by address
+        self._gone: list[set[int]] = []  # addresses of those that were gone when each phase began
         self._was_interrupted = False
 
     @property
@@ -58,6 +60,10 @@ class StepWatch:
     def renew(self) -> None:
         """Measure the steps that follow, as there is a new plan."""
         self._steps_left = _STEPS
+
+    def repeat(self) -> None:
+        """Measure the next step, too."""
+        self._steps_left = max(self._steps_left, 1)
 
     def give_up(self) -> None:
         """Measure no more steps under this plan."""
@@ -87,22 +93,19 @@ class StepWatch:
             return False
         if on_cpu and loop.may_take_new_buckets():
             return False  # the old ones, never measured, would not show as freed
-        meter, gradients = StepMeter(loop.device()), own_gradients(loop.model)
+        meter = StepMeter(loop.device())
+        self._note_held(replaceable(loop.model, loop.optimizers()) if on_cpu else [])
         try:
-            meter.start(older=[gradient for gradient in gradients if gradient in self._seen_gradients])
+            meter.start(older=self._held_bytes)
         except ProfilingError as error:
             if is_due:
                 self.give_up()
                 loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return False
-        self._meter, self._model, self.sees_all = meter, loop.model, sees_all
-        self._unseen_gradients.clear()
-        if on_cpu:
-            for gradient in gradients:
-                if gradient not in self._seen_gradients:
-                    self._unseen_gradients[gradient] = gradient.nbytes
-        self._unseen_bytes = sum(self._unseen_gradients.values())
-        self._marks, self._gone_bytes = [Mark(PhaseKind.START)], [0]
+        self._meter = meter
+        self.sees_all = sees_all
+        self._marks = [Mark(PhaseKind.START)]
+        self._gone = [set()]
         self._base_bytes = loop.allocated_bytes(batch)
         return True
 
@@ -110,7 +113,7 @@ class StepWatch:
         """Begin a phase of the step, if it is measured."""
         if self._meter is not None:
             self._marks.append(Mark(kind, call, optimizer))
-            self._gone_bytes.append(self._unseen_bytes - sum(self._unseen_gradients.values()))
+            self._gone.append(self._held_bytes.keys() - set(self._held.values()))
             self._meter.lap(kind.value)
 
     def stop(self) -> bool:
@@ -121,9 +124,15 @@ class StepWatch:
             return False
         self._steps_left -= 1
         self.phases = []
-        for mark, gone_bytes, phase in zip(self._marks, self._gone_bytes, recording.phases, strict=True):
+        self.is_exact = True
+        unreported_bytes = 0
+        for mark, gone, phase in zip(self._marks, self._gone, recording.phases, strict=True):
+            before_bytes = unreported_bytes
+            unreported_bytes = sum(self._held_bytes[address] for address in gone - recording.given_back)
+            if self.phases and self.phases[-1].is_optimizer_step and unreported_bytes > before_bytes:
+                self.is_exact = False
             measured = StepPhase(mark, phase.start_bytes, phase.peak_bytes, phase.end_bytes)
-            self.phases.append(measured.raised(self._base_bytes - gone_bytes))
+            self.phases.append(measured.raised(self._base_bytes - unreported_bytes))
         self.peak_bytes = max(phase.peak_bytes for phase in self.phases)
         self.reserved_bytes = recording.reserved_bytes
         return True
@@ -134,11 +143,18 @@ class StepWatch:
             self._was_interrupted = True
 
     def _end(self) -> Recording | None:
-        """The recording of the meter, under whose eyes gradients were made; None if none runs."""
+        """The recording of the meter; None if none runs."""
         if self._meter is None:
             return None
-        recording, self._meter = self._meter.stop(), None
-        for gradient in own_gradients(self._model):
-            if gradient not in self._unseen_gradients:
-                self._seen_gradients[gradient] = gradient.nbytes
+        recording = self._meter.stop()
+        self._meter = None
         return recording
+
+    def _note_held(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note the tensors that the step may give back."""
+        self._held.clear()
+        self._held_bytes = {}
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            self._held[tensor] = address
+            self._held_bytes[address] = tensor.nbytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -58,9 +58,11 @@ class Recording:
         timeline: Points ``(seconds, bytes)`` since the start, one a change; empty on CUDA, which gives peaks alone.
         end_bytes: Level now; negative if more was freed than allocated.
         reserved_bytes: The most that a GPU's caching allocator had reserved, blocks kept for reuse included.
+        given_back: Addresses of older blocks that the CPU's allocator has reported as given back.
     """
 
     def __init__(self) -> None:
+        self.given_back: set[int] = set()
         self.phases: list[MeteredPhase] = []
         self.timeline: list[tuple[float, int]] = []
         self.reserved_bytes: int | None = None
@@ -281,7 +283,10 @@ class _CpuRecording(Recording):
             elif not self._of_step:  # older blocks may be garbage cycles
                 size_bytes = -own.pop(block.ptr, 0)
             elif self.older is not None:
+                is_own = block.ptr in own
                 size_bytes = -own.pop(block.ptr, self.older.get(block.ptr, 0))
+                if not is_own:
+                    self.given_back.add(block.ptr)
             self.count(size_bytes)
             self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.end_bytes))
         super().mark("")
@@ -370,16 +375,15 @@ class StepMeter:
         self._meter = meter_for(device)
         self._recording: Recording | None = None
 
-    def start(self, older: Iterable[torch.Tensor] | None = None) -> None:
+    def start(self, older: Mapping[int, int] | None = None) -> None:
         """Begin. On CUDA this resets the device's peak statistics.
 
         Args:
-            older: On the CPU, tensors taken while a meter ran, whose frees count, and no others; by default all count.
+            older: On the CPU, sizes by address of older blocks whose frees count, and no others; by default all count.
         """
         recording = self._meter.new_recording(of_step=True)
-        if older is not None and isinstance(recording, _CpuRecording):
-            storages = (each.untyped_storage() for each in older)
-            recording.older = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        if isinstance(recording, _CpuRecording):
+            recording.older = older
         recording.start()
         self._recording = recording
 
