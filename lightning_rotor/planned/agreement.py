@@ -31,7 +31,8 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes
 
 Told = TypeVar("Told")
-_FEW = 5  # names in a message
+# Names that a message lists.
+_FEW = 5
 
 
 class Agreement(Ranks):
@@ -44,12 +45,15 @@ class Agreement(Ranks):
     """
 
     def __init__(self, *, beyond: bool = False) -> None:
-        self._beyond, self._group = beyond, None
+        self._beyond = beyond
+        self._group: Any = None
         self._members: frozenset[int] = frozenset()
-        self._names: Sequence[str] = ()  # of the stages that are measured now
+        # Names of the stages that are measured now.
+        self._names: Sequence[str] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Agreement._anew, (self._beyond,)  # a copy of a module measures for itself, and a group is no data
+        # A copy of a module measures for itself, and a group is no data.
+        return Agreement._anew, (self._beyond,)
 
     @classmethod
     def _anew(cls, beyond: bool) -> Agreement:
@@ -71,7 +75,8 @@ class Agreement(Ranks):
         if not self.watches:
             yield
             return
-        # Code under a mode is not compiled; torch < 2.14 would never do so again.
+        # Code under a dispatch mode is not compiled, and torch before 2.14 would never compile it again. So compiled
+        # parts run as they were written while messages are looked for.
         with uncompiled(), MessageWatch(marks=marks) as seen:
             yield
         if seen.members:
@@ -79,15 +84,24 @@ class Agreement(Ranks):
 
     def join(self, seen: Collection[frozenset[int]]) -> None:
         """Agree with the processes that messages went to: with those of one group, or else with all."""
-        (first, *others) = {*seen, *({self._members} if self.together else ())}
-        self._join(frozenset(range(processes())) if others else first)
+        groups = set(seen)
+        if self.together:
+            groups.add(self._members)
+        if len(groups) == 1:
+            self._join(groups.pop())
+        else:
+            # Members of one group may belong to another with others, who must then agree, too.
+            self.join_all()
 
     def _join(self, members: frozenset[int]) -> None:
-        if members != self._members:
-            with self._answered(members):
-                self._group = group_beside(members)
-            self._members = members
-            self._compare()
+        """Agree with these processes, all of whom call this at the same time."""
+        if members == self._members:
+            return
+        with self._answered(members):
+            # A group of its own, so that questions do not come between the user's messages.
+            self._group = group_beside(members)
+        self._members = members
+        self._compare()
 
     @contextmanager
     def alike(self, names: Sequence[str]) -> Iterator[None]:
@@ -100,9 +114,13 @@ class Agreement(Ranks):
             self._names = ()
 
     def _compare(self) -> None:
+        """Check that all measure stages of the same names."""
         if not self.together or self._same(" ".join(self._names)):
             return
-        few = ", ".join([*self._names[:_FEW], *["…"] * (len(self._names) > _FEW)])
+        listed = list(self._names[:_FEW])
+        if len(self._names) > _FEW:
+            listed.append("…")
+        few = ", ".join(listed)
         raise MessageError(
             f"processes {sorted(self._members)} exchange messages in a module that is not the same for this call on "
             f"all of them: here it becomes {len(self._names)} stages ({few}). Expected arguments of the same kinds on "
@@ -115,24 +133,31 @@ class Agreement(Ranks):
 
     def join_connected(self, seen: Collection[frozenset[int]]) -> None:
         """Agree with those that this process exchanges messages with, by way of others, too, as all processes know."""
-        if members := _connected(seen, dist.get_rank() if self.watches else 0):
+        rank = dist.get_rank() if self.watches else 0
+        members = _connected(seen, rank)
+        if members:
             self._join(members)
 
     # ---------------------------------------------------------------- questions
 
     def any(self, is_so: bool) -> bool:
         """True if it is so in any process: one number goes round."""
-        return bool(self._largest(int(is_so))[0]) if self.together else is_so
+        if not self.together:
+            return is_so
+        return bool(self._largest(int(is_so))[0])
 
     def all_run(self, schedule: Schedule | None) -> bool:
         """True if all processes have the same schedule."""
         if not self.together:
             return schedule is not None
-        return self._same("" if schedule is None else str(schedule)) and schedule is not None
+        text = "" if schedule is None else str(schedule)
+        return self._same(text) and schedule is not None
 
     def common(self, numbers: Set[int]) -> Set[int]:
-        """Those of these numbers that all processes have."""
-        return frozenset(numbers).intersection(*self._told(frozenset(numbers))) if self.together else numbers
+        """The numbers that all processes have."""
+        if not self.together:
+            return numbers
+        return frozenset(numbers).intersection(*self._told(frozenset(numbers)))
 
     def settle(self, outcome: Plan | BudgetError) -> Plan:
         """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
@@ -144,17 +169,22 @@ class Agreement(Ranks):
                 raise outcome
             return outcome
         told: Any = outcome
-        if isinstance(outcome, Plan):  # bytes missing for one that recomputes nothing, and the schedule
-            told = plain_simulation(outcome).peak_bytes - outcome.budget_bytes, str(outcome.schedule)
+        if isinstance(outcome, Plan):
+            # The key by which the tightest process wins, and its schedule: bytes that recomputing nothing would lack.
+            missing_bytes = plain_simulation(outcome).peak_bytes - outcome.budget_bytes
+            told = missing_bytes, str(outcome.schedule)
         outcomes = self._told(told)
-        if failures := [told for told in outcomes if isinstance(told, BudgetError)]:
+        failures = [told for told in outcomes if isinstance(told, BudgetError)]
+        if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
         if len({schedule for _, schedule in outcomes}) == 1:
             return outcome
         settled = _under(outcome, max(outcomes)[1])
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        excess_bytes = math.inf if settled is None else settled.peak_bytes - settled.budget_bytes
+        excess_bytes: float = math.inf
+        if settled is not None:
+            excess_bytes = settled.peak_bytes - settled.budget_bytes
         most_bytes = max(self._told(excess_bytes))
         if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
             raise RotorError(
@@ -165,16 +195,18 @@ class Agreement(Ranks):
         return replace(settled, budget_bytes=max(settled.budget_bytes, settled.peak_bytes))
 
     def _same(self, text: str) -> bool:
-        """True if all say the same: a number that names it goes round, and its negative."""
+        """True if all say the same text."""
+        # A number that names it goes round, and its negative: the largest of both are its own only if all are equal.
+        # It is asked at every forward, so it is one all_reduce of two numbers, and no gathering of objects.
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         return self._largest(number, -number) == [number, -number]
 
     def _largest(self, *numbers: int) -> list[int]:
         """The largest of any process in each place."""
-        found = torch.tensor(numbers, device="cpu")
+        largest = torch.tensor(numbers, device="cpu")
         with self._answered(self._members):
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return found.tolist()
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
+        return largest.tolist()
 
     def _told(self, told: Told) -> list[Told]:
         with self._answered(self._members):
@@ -195,7 +227,7 @@ class Agreement(Ranks):
 
 
 def told_by_all(told: Told, group: Any = None) -> list[Told]:
-    """What each process of a group, by default of all, says; in their order. Each waits for the others."""
+    """The answers of all processes of a group, by default of all there are, in their order. Each waits for the others."""
     heard = [told] * dist.get_world_size(group)
     dist.all_gather_object(heard, told, group=group)
     return heard
@@ -207,20 +239,23 @@ def is_spread(module: nn.Module) -> bool:
 
 
 def _connected(seen: Iterable[frozenset[int]], rank: int) -> frozenset[int]:
-    """All that a process has to do with, by way of others, too; empty if it exchanges no message."""
-    found, others = frozenset[int](), list(seen)
-    if not any(rank in members for members in others):
-        return found
-    found = frozenset((rank,))
-    while more := [members for members in others if members & found and not members <= found]:
-        found = found.union(*more)
-    return found
+    """All processes that one exchanges messages with, by way of others, too; empty if it exchanges none."""
+    groups = list(seen)
+    if not any(rank in members for members in groups):
+        return frozenset()
+    connected = frozenset((rank,))
+    while True:
+        touching = [members for members in groups if members & connected and not members <= connected]
+        if not touching:
+            return connected
+        connected = connected.union(*touching)
 
 
 def _under(plan: Plan, schedule: str) -> Plan | None:
-    """The same plan with another process' schedule, or None if that is not for such a chain."""
+    """A plan with another process' schedule, or None if that is not for such a chain."""
     try:
         parsed = Schedule.parse(schedule)
-        return replace(plan, schedule=parsed, simulation=simulate(plan.chain, parsed, **plan.conditions))
+        simulation = simulate(plan.chain, parsed, **plan.conditions)
     except ScheduleError:
         return None
+    return replace(plan, schedule=parsed, simulation=simulation)

@@ -20,7 +20,7 @@ _KEY = "_lightning_rotor"  # of a module's ``__dict__``, for what runs in the pl
 
 
 class ForwardInPlace(Protocol):
-    """What runs instead of a module's ``forward``. A copy of it, in a copied module, runs the module plainly."""
+    """A stand-in for a module's ``forward``. A copy of it, in a copied module, runs the module plainly."""
 
     @property
     def active(self) -> bool:
@@ -32,15 +32,14 @@ class ForwardInPlace(Protocol):
 
 @lru_cache(128)
 def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands in for a class's ``forward``, and says that it has the same arguments.
-
-    As a bound method in the instance's ``__dict__``, named like the one it replaces: ``copy`` and ``pickle`` then bind
-    it to the copy, which a closure over the module would not survive.
-    """
+    """A function that stands in for a class's ``forward``, and says that it has the same arguments."""
+    # It becomes a bound method in the instance's __dict__, named like the one that it replaces: copy and pickle then
+    # bind it to the copy, which a closure over the module would not survive.
 
     @wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Whoever takes the computation down for another runtime wants the module as the user wrote it.
+        # torch.export, torch.jit and ONNX take the computation down for another runtime, and want the module as the
+        # user wrote it.
         if is_captured():
             return type(self).forward(self, *args, **kwargs)
         return self.__dict__[_KEY](self, args, kwargs)
@@ -51,12 +50,16 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     """Run a module through a planned forward from now on; ``ModelError`` if its ``forward`` is already replaced."""
-    if "forward" in module.__dict__ and (_KEY not in module.__dict__ or is_attached(module)):
+    is_replaced = "forward" in module.__dict__
+    # The forward of a copy may stay, and is replaced again.
+    is_ours = _KEY in module.__dict__ and not is_attached(module)
+    if is_replaced and not is_ours:
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
             "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
             "of its submodules"
         )
+    # In this order: an interrupt in between leaves a module that runs its own forward.
     module.__dict__[_KEY] = planned
     module.__dict__["forward"] = MethodType(_in_place_of(type(module).forward), module)
 
@@ -66,7 +69,8 @@ def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
     attached = module.__dict__.get(_KEY)
     if attached is not None and planned in (None, attached):
         module.__dict__.pop("forward", None)
-        del module.__dict__[_KEY]  # last, so that it can be done again after an interrupt in between
+        # Last, so that it can be done again after an interrupt in between.
+        del module.__dict__[_KEY]
 
 
 def is_attached(module: nn.Module) -> bool:

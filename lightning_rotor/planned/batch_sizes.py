@@ -54,7 +54,7 @@ class BatchSizeOption:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeAdvice:
-    """What batch sizes are worth. Printed, it is a table.
+    """Batch sizes with their predicted speeds. Printed, it is a table.
 
     Attributes:
         options: Sizes that fit, rising.

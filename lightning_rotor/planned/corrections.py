@@ -12,8 +12,10 @@ from lightning_rotor.planning import plan as solve
 from lightning_rotor.planning.budget_search import BudgetSearch, Trial
 from lightning_rotor.planning.outside import Foresight
 
+# Chains that are remembered: one for each size of input, and a training may have thousands.
 _MOST_CHAINS = 256
-_MOST_FORESEEN = 12  # budgets that are looked at before one is tried
+# Budgets that are looked at by simulation before one is tried in a step.
+_MOST_FORESEEN = 12
 
 
 class Corrections:
@@ -91,7 +93,8 @@ class Corrections:
             foreseen_bytes = _foreseen_budget(limit_bytes + overstated_bytes, plan, budget_bytes, foresee)
             may_use = exceeds or foreseen_bytes > plan.budget_bytes
             budget_bytes = foreseen_bytes if may_use else None
-        if exceeds:  # where other plans did not help, the one that takes least
+        if exceeds:
+            # Where other plans did not help, it is the one that takes least.
             return _replan(modules, plan, search, available_bytes, budget_bytes or 0)
         if budget_bytes is not None:
             _replan(modules, plan, search, available_bytes, budget_bytes)
@@ -123,11 +126,13 @@ def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available
     ``available_bytes`` is what the chain could use if nothing had been learned.
     """
     before_bytes = search.correction_bytes
-    running_bytes = available_bytes - plan.budget_bytes  # the correction that the running plan has
+    # The correction that the running plan has.
+    running_bytes = available_bytes - plan.budget_bytes
     search.correction_bytes = available_bytes - budget_bytes
     try:
         modules.replan(plan)
     except BudgetError as error:
+        # The least plan needs more than that budget; it is better than the running one if that has more.
         search.correction_bytes -= error.minimum_bytes - error.budget_bytes
         if search.correction_bytes <= running_bytes:
             search.correction_bytes = before_bytes

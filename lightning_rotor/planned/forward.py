@@ -38,7 +38,7 @@ NO_GRAPH = (
     "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile "
     "without fullgraph=True, or torch.compile of the layers inside the planned module"
 )
-# Out of memory so many times, a forward gets the plan that takes the least.
+# A forward that was out of memory so many times gets the plan that takes the least: halving goes on for long.
 _CAUTIOUS_ATTEMPTS = 2
 
 
@@ -70,7 +70,7 @@ class PlannedForward:
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
 
-    # dynamo would flatten nested checkpoints into one
+    # torch.compile around it would flatten nested checkpoints into one, and keep what the plan drops.
     @partial(outside_of_graphs, reason=NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of a module or its copy; in training, under the plan for this input's signature, made now if missing.
@@ -96,7 +96,8 @@ class PlannedForward:
         """True if this call trains, and is not part of something that takes the module as it is."""
         if not (module.training and torch.is_grad_enabled()) or torch.is_inference_mode_enabled():
             return False
-        if is_transformed():  # checkpoints do not work under torch.func's transforms
+        if is_transformed():
+            # torch.func's transforms run the forward on tensors of their own, which saved-tensor hooks do not see.
             return False
         # Inside a stage that is being measured there is no plan of its own.
         return not is_recomputing() or self.plans.is_prepared(args, kwargs)
@@ -125,7 +126,8 @@ class PlannedForward:
             if plans.together and not was_together:  # it has exchanged its first message now
                 plans.follow_others(args, kwargs)
                 signature, value = plans.bind(args, kwargs)
-        except (ModelError, SampleError) as error:  # no chain, or a call without tensors
+        except (ModelError, SampleError) as error:
+            # No chain, or a call without tensors. A module that was cut before is planned, so that this is an error.
             if was_cut:
                 raise
             source.hear(NoChain(plans.name, error))
@@ -158,7 +160,8 @@ class PlannedForward:
                 if not is_shortage(error):
                     raise
                 failure = error
-            failure.__traceback__ = failure.__context__ = None  # whose frames hold what the failed forward has made
+            # Frames of the traceback hold what the failed forward has made, which is to be freed.
+            failure.__traceback__ = failure.__context__ = None
             prepared = self._with_less(call.signature, prepared, failure, restored=before.restore(), attempt=attempt)
         raise AssertionError
 

@@ -160,7 +160,7 @@ class JointPlans:
         step: Step,
         phases: Sequence[StepPhase],
     ) -> list[Outside] | None:
-        """What a step has taken around some calls; None if the meter did not see all of them."""
+        """Bytes that a step has taken around some calls; None if the meter did not see all of them."""
         chains = [call.plan.chain for call in calls]
         chain = joined([key.name for key in path], chains)
         schedule = concatenated([call.plan.schedule for call in calls])

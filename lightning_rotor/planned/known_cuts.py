@@ -23,27 +23,45 @@ from lightning_rotor.stages.generators import leaving_alone
 from lightning_rotor.stages.sequential import is_plain_stock
 
 _log = logging.getLogger(__name__)
+# Recordings after which the user is warned: each takes as long as several steps.
 _MANY_CUTS = 12
 
 
 class KnownCuts:
-    """Cuts of one module, those used last at the end, at most ``most``. ``on_cut`` is called before a cut runs it.
+    """The cuts of one module.
 
-    ``facts`` are what the module was at the last call. Where ``ranks`` are together, cutting runs the module equally
-    often on all, whatever cuts they know.
+    Args:
+        module: The module.
+        most: Cuts that are kept, those used last.
+        on_cut: Called before cutting runs the module.
+        ranks: Processes that exchange messages. Where they are together, cutting runs the module equally often on all,
+            whatever cuts they know.
+    Attributes:
+        made: Number of times that the module was cut.
+        facts: Facts of the module as they were at the last call.
     """
 
     def __init__(
-        self, module: nn.Module, *, most: int, on_cut: Callable[[], None] = lambda: None, ranks: Ranks = ALONE
+        self,
+        module: nn.Module,
+        *,
+        most: int,
+        on_cut: Callable[[], None] = lambda: None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self._module, self._ranks = module, ranks
-        self._on_cut = on_cut
+        self.made = 0
+        self.facts: ModuleFacts | None = None
+        self._module = module
         self._most = most
+        self._on_cut = on_cut
+        self._ranks = ranks
+        # Those used last are at the end.
         self._cuts: list[SequentialCut | GraphCut] = []
-        self.made = self._recorded = 0  # times that the module was cut, and that it was recorded for that
+        self._recorded = 0  # times
+        # Submodules as they were, and which of them are torch's own without hooks.
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()
-        self.facts: ModuleFacts | None = None
+        # Derived from the facts, and made anew with them.
         self._besides: tuple[Watch, ModuleFacts] | None = None
         self._modes: Modes | None = None
 
@@ -62,17 +80,21 @@ class KnownCuts:
         """Start afresh if a module was replaced at any depth, or one got hooks. True if so."""
         if self.facts is not None and self.facts.holds():
             return False
-        self.facts, self._besides, self._modes = ModuleFacts(self._module), None, None
-        submodules = tuple(self._module.modules())[1:]  # without the module itself, whose forward may be ours
+        self.facts = ModuleFacts(self._module)
+        self._besides = None
+        self._modes = None
+        # Without the module itself, whose forward may be ours.
+        submodules = tuple(self._module.modules())[1:]
         stock = tuple(map(is_plain_stock, submodules))
         if submodules == self._submodules and stock == self._stock:
             return False
-        self._submodules, self._stock = submodules, stock
+        self._submodules = submodules
+        self._stock = stock
         self.forget()
         return True
 
     def facts_besides(self, cut: SequentialCut | GraphCut) -> ModuleFacts | None:
-        """What must be as at the last call, besides what a cut looks at itself."""
+        """Facts that must be as at the last call, besides those that a cut looks at itself."""
         if not isinstance(cut, GraphCut) or self.facts is None:
             return self.facts
         watch = cut.guards.watch
@@ -80,7 +102,11 @@ class KnownCuts:
             self._besides = watch, ModuleFacts(self._module, watch.modules)
         return self._besides[1]
 
-    def known(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[SequentialCut | GraphCut, Any]]:
+    def known(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Iterator[tuple[SequentialCut | GraphCut, Any]]:
         """Cuts that hold for a call, with their input; those used last come first."""
         for cut in reversed(self._cuts):
             value = cut.bind(args, kwargs)
@@ -89,9 +115,15 @@ class KnownCuts:
 
     def known_signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature | None:
         """Signature of a call, or None if the module must be cut for it."""
-        return next((self.signature(cut, value) for cut, value in self.known(args, kwargs)), None)
+        for cut, value in self.known(args, kwargs):
+            return self.signature(cut, value)
+        return None
 
-    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[SequentialCut | GraphCut, Any]:
+    def bind(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> tuple[SequentialCut | GraphCut, Any]:
         """The stages for a call and their input; the module is cut now if it must be.
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
@@ -107,16 +139,22 @@ class KnownCuts:
             self._cuts.remove(cut)
             self._cuts.append(cut)
             return cut, value
-        require_tensors(args[0] if len(args) == 1 and not kwargs else (args, kwargs))
+        has_one = len(args) == 1 and not kwargs
+        require_tensors(args[0] if has_one else (args, kwargs))
         self._require_initialized()
         self._on_cut()
-        # Where messages were seen before, processes with other threads must not run it once more than the rest.
-        others = frozenset[str]() if self._ranks.together else undrawn(self._module, args, kwargs)
+        # Generators that other threads draw from, and the module does not. Telling runs the module once more, which
+        # processes that exchange messages must do equally often; so there it is left out.
+        others = frozenset[str]()
+        if not self._ranks.together:
+            others = undrawn(self._module, args, kwargs)
         with self._ranks.watching(), unrecorded(self._module), leaving_alone(others):
             cut = self._cut(args, kwargs)
         if cut not in self._cuts:
-            not_taken = "".join(f"; not {WAYS[way]}: {reason}" for way, reason in cut.reasons.items())
-            _log.info("%s becomes %d stages %s%s", name, len(cut.stages), WAYS[cut.way], not_taken)
+            message = f"{name} becomes {len(cut.stages)} stages {WAYS[cut.way]}"
+            for way, reason in cut.reasons.items():
+                message += f"; not {WAYS[way]}: {reason}"
+            _log.info("%s", message)
             self._take(cut)
         self._recorded += 1
         if self._recorded == _MANY_CUTS:
@@ -153,27 +191,31 @@ class KnownCuts:
         return Signature.of(cut, value, self._modes)
 
     def _require_initialized(self) -> None:
-        lazy = [
-            name for name, parameter in self._module.named_parameters() if isinstance(parameter, UninitializedParameter)
-        ]
-        if lazy:
-            raise ModelError(
-                f"parameter {lazy[0]!r} of a lazy module has no shape yet: expected an initialized model. Run a "
-                "batch through it first"
-            )
+        for name, parameter in self._module.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise ModelError(
+                    f"parameter {name!r} of a lazy module has no shape yet: expected an initialized model. Run a "
+                    "batch through it first"
+                )
 
     def _take(self, cut: SequentialCut | GraphCut) -> None:
         """Remember a cut, and drop those of layers that are gone."""
         present = set(self._module.modules())
-        kept = [known for known in self._cuts if isinstance(known, GraphCut) and known.lives_in(present)]
-        self._cuts = [*kept[max(len(kept) + 1 - self._most, 0) :], cut]
+        kept: list[SequentialCut | GraphCut] = []
+        for other in self._cuts:
+            # An nn.Sequential has one cut at a time.
+            if isinstance(other, GraphCut) and other.lives_in(present):
+                kept.append(other)
+        too_many = max(len(kept) + 1 - self._most, 0)
+        self._cuts = [*kept[too_many:], cut]
         self.made += 1
 
     def _warn_of_many(self, anew: str) -> None:
+        last = f" (in the last, {anew})" if anew else ""
         message = (
             f"{type(self._module).__name__} was recorded {_MANY_CUTS} times, because an argument that is no tensor, an "
             "attribute or a value that its forward could read, or a size that decides over its operations, keeps "
-            f"changing{f' (in the last, {anew})' * bool(anew)}: expected only values of tensors to differ from step to "
+            f"changing{last}: expected only values of tensors to differ from step to "
             "step. Pad to a few lengths, or raise max_plans so that recordings are kept"
         )
         warnings.warn(message, RotorWarning, stacklevel=2)

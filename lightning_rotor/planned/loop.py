@@ -1,4 +1,8 @@
-"""The training loop around a planned module, as far as plans must know of it."""
+"""The training loop around a planned module, as far as plans must know of it.
+
+Adapters of frameworks answer the questions of :class:`TrainingLoop`; what follows from the answers (bytes of messages,
+of shards, of the whole process) is said here, once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +28,38 @@ from lightning_rotor.units import MemoryLimit
 Told = TypeVar("Told")
 
 
-# -------------------------------------------------------------------- The loop.
-
-
 class TrainingLoop(Protocol):
-    """Trains a model. Adapters of frameworks say how."""
+    """Trains a model.
+
+    Attributes:
+        model: The model.
+        may_be_whole: The model's own forward may be planned.
+        is_compiled: The model was compiled as a whole.
+        is_lead: This process speaks for all.
+        profiler_is_taken: The user wants torch's one profiler.
+        local_processes: Number of processes of this training on this machine.
+        is_trial: True while a tuner tries a batch size, and wants to hear of a lack of memory.
+        device: Where it trains.
+        optimizers: Of the training.
+        wrapped: The model as the strategy has wrapped it.
+        gradients_linger: Gradients of one step are there until after the next forward, and no longer.
+        steps: Number of steps of all optimizers so far.
+        warned_of: Topics of warnings that come once.
+    """
 
     model: nn.Module
-    may_be_whole: bool  # the model's own forward may be planned
-    is_compiled: bool  # the model was compiled as a whole
-    is_lead: bool  # this process speaks for all
-    profiler_is_taken: bool  # the user wants torch's one profiler
-    local_processes: int  # of this training, on this machine
-    is_trial: Callable[[], bool]  # True while a tuner tries a batch size, and wants to hear of a lack of memory
+    may_be_whole: bool
+    is_compiled: bool
+    is_lead: bool
+    profiler_is_taken: bool
+    local_processes: int
+    is_trial: Callable[[], bool]
     device: Callable[[], torch.device]
     optimizers: Callable[[], Sequence[torch.optim.Optimizer]]
-    wrapped: Callable[[], nn.Module | None]  # the model as the strategy has wrapped it
-    gradients_linger: Callable[[], bool]  # those of one step are there until after the next forward, and no longer
-    steps: Callable[[], int]  # of all optimizers so far
-    warned_of: set[str]  # topics of warnings that come once
+    wrapped: Callable[[], nn.Module | None]
+    gradients_linger: Callable[[], bool]
+    steps: Callable[[], int]
+    warned_of: set[str]
 
     def has_hooks_at_end(self) -> bool:
         """True if the user's code runs between a backward and the end of a step, whose memory nobody knows before."""
@@ -61,7 +78,7 @@ class TrainingLoop(Protocol):
         return processes()
 
     def told_by_all(self, told: Told) -> list[Told]:
-        """What each process says, in the order of ranks. Each waits for all others."""
+        """The answers of all processes, in the order of ranks. Each waits for all others."""
         return [told] if self.processes == 1 else told_by_all(told)
 
     def warn(self, message: str) -> None:
@@ -83,57 +100,85 @@ class TrainingLoop(Protocol):
         limit_bytes = None if limit is None else resolve_limit(limit, device)
         if limit_bytes is not None and device.type != "cuda":
             return limit_bytes
-        usable = usable_bytes(device) // (self.local_processes if device.type == "cpu" else 1)
-        available_bytes = usable + allocated_bytes(self.model, self.optimizers(), batch, device)
+        free_bytes = usable_bytes(device)
+        if device.type == "cpu":
+            # Processes on one machine share its memory. GPUs are not shared.
+            free_bytes //= self.local_processes
+        held_bytes = allocated_bytes(self.model, self.optimizers(), batch, device)
+        available_bytes = free_bytes + held_bytes
         return available_bytes if limit_bytes is None else min(limit_bytes, available_bytes)
 
-    def resident(self, target: nn.Module, batch: Sequence[torch.Tensor], device: torch.device) -> ResidentMemory:
-        """What the process holds besides the activations of a module: what is there, and what will be."""
+    def resident(
+        self,
+        target: nn.Module,
+        batch: Sequence[torch.Tensor],
+        device: torch.device,
+    ) -> ResidentMemory:
+        """Memory of the process besides the activations of a module: what is there, and what will be."""
+        optimizers = self.optimizers()
         with self.untoggled():
-            resident = ResidentMemory.of(self.model, target, self.optimizers(), batch, device)
-        communication_bytes, other_bytes = self.communication_bytes(), 0
+            resident = ResidentMemory.of(self.model, target, optimizers, batch, device)
+        communication_bytes = self.communication_bytes()
+        other_bytes = 0
         if device.type == "cuda":
-            named = named_bytes(self.model, self.optimizers(), batch, device) + communication_bytes
-            other_bytes = max(0, torch.cuda.memory_allocated(device) - named)
+            # Of the CPU's allocator nobody knows how much it has given out.
+            known_bytes = named_bytes(self.model, optimizers, batch, device)
+            known_bytes += communication_bytes
+            other_bytes = max(0, torch.cuda.memory_allocated(device) - known_bytes)
+        # The messages of FSDP are gone when its optimizer steps, so the peak of that is not known before.
+        temporary_bytes = None if self._shards() else resident.temporary_bytes
         return replace(
             resident,
             communication_bytes=communication_bytes,
             other_bytes=other_bytes,
-            # The messages of FSDP are gone when its optimizer steps.
-            temporary_bytes=None if self._shards() else resident.temporary_bytes,
+            temporary_bytes=temporary_bytes,
             gradients_linger=self.gradients_linger(),
         )
 
     def allocated_bytes(self, batch: Sequence[torch.Tensor]) -> int:
-        """What training holds at this moment, on the CPU also what parameters and gradients do not show."""
+        """Bytes that training holds at this moment, on the CPU also those that parameters and gradients do not show."""
         base_bytes = allocated_bytes(self.model, self.optimizers(), batch, self.device())
         wrapped: Any = self.wrapped()
         if self.device().type == "cuda":
             return base_bytes
         if not isinstance(wrapped, DistributedDataParallel):
             return base_bytes + self._hidden_bytes()
-        shown = existing_gradient_bytes(self.model) if wrapped.gradient_as_bucket_view else 0
-        return base_bytes + max(0, self.communication_bytes() - shown)
+        bucket_bytes = self.communication_bytes()
+        if wrapped.gradient_as_bucket_view:
+            # Gradients are views of the buckets, and are counted already.
+            bucket_bytes -= existing_gradient_bytes(self.model)
+        return base_bytes + max(0, bucket_bytes)
 
     def communication_bytes(self) -> int:
         """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
         wrapped = self.wrapped()
         if isinstance(wrapped, DistributedDataParallel):
             ignored: set[str] = wrapped.parameters_to_ignore
-            learning = (p for name, p in wrapped.module.named_parameters() if p.requires_grad and name not in ignored)
-            return sum(parameter.numel() * parameter.element_size() for parameter in learning)
+            size_bytes = 0
+            for name, parameter in wrapped.module.named_parameters():
+                if parameter.requires_grad and name not in ignored:
+                    size_bytes += parameter.numel() * parameter.element_size()
+            return size_bytes
         if not self._shards():
             return 0
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
 
     def may_take_new_buckets(self) -> bool:
         """True if DDP could exchange its buckets in the next step, to put them into the order of the first backward."""
-        return isinstance(self.wrapped(), DistributedDataParallel) and 0 < self.steps() <= len(self.optimizers())
+        if not isinstance(self.wrapped(), DistributedDataParallel):
+            return False
+        # Once, behind the first step: torch's reducer rebuilds its buckets in the order in which gradients came.
+        return 0 < self.steps() <= len(self.optimizers())
 
     def _shards(self) -> list[torch.Tensor]:
         """Parts of the spread parameters that optimizers hold."""
-        groups = (group for optimizer in self.optimizers() for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"] if hasattr(parameter, "device_mesh")]
+        shards = []
+        for optimizer in self.optimizers():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if hasattr(parameter, "device_mesh"):
+                        shards.append(parameter)
+        return shards
 
     def _hidden_bytes(self) -> int:
         """Bytes of shards that the model does not show, as it has the gathered parameters in their places."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ from lightning_rotor.planned.budget_source import BudgetSource, MeasuringBegins,
 from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.planned.measurements import Measurements
+from lightning_rotor.planned.other_sizes import best_of, least_overhead_of, lost_by
 from lightning_rotor.planned.prepared import Costs, Prepared, corrected, costs_of, may_be_planned_again
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
@@ -42,15 +44,26 @@ from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
-_SERVED = 4  # sizes to come, at least, that pay for measuring one
-_FAR_OFF, _NOTABLE = 0.05, 0.005  # of an overhead, and of a step
-_SLIGHT = 0.01  # of a step
-_NEAREST = 4  # schedules of other sizes that are tried for a new one
+# One measurement serves at least so many sizes around it: each pays its part of the price.
+_SERVED = 4
+# A measured overhead this far from the predicted one, as a share of it, leads to another plan; not if it is less than
+# the second share of a step, which noise is.
+_FAR_OFF = 0.05
+_NOTABLE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """How plans are made; ``UnitError`` unless ``slots`` and ``max_plans`` are positive integers."""
+    """Settings of all plans of a module.
+
+    Attributes:
+        slots: Resolution of the planner.
+        max_plans: Signatures that are kept.
+        compiled_variants: Under which other memory budgets compiled blocks may run.
+        show_progress: Show a progress bar while measuring takes long.
+    Raises:
+        UnitError: ``slots`` or ``max_plans`` is no positive integer.
+    """
 
     slots: int = DEFAULT_SLOTS
     max_plans: int = MAX_PLANS
@@ -58,9 +71,13 @@ class PlanSettings:
     show_progress: bool = True
 
     def __post_init__(self) -> None:
-        for name, number, default in (("slots", self.slots, DEFAULT_SLOTS), ("max_plans", self.max_plans, MAX_PLANS)):
-            if number < 1:
-                raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
+        _require_positive("slots", self.slots, DEFAULT_SLOTS)
+        _require_positive("max_plans", self.max_plans, MAX_PLANS)
+
+
+def _require_positive(name: str, number: int, default: int) -> None:
+    if number < 1:
+        raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
 
 
 @dataclass(slots=True)
@@ -87,10 +104,13 @@ class Ceiling:
 
     def lower(self, plan: Plan, *, to_the_least: bool = False) -> bool:
         """Let all plans take less than one that was too much, halfway to the least or the least. True if possible."""
-        least = minimum_budget(plan.chain, slots=plan.slots, **plan.conditions).peak_bytes
-        if plan.peak_bytes <= least:
+        least = minimum_budget(plan.chain, slots=plan.slots, **plan.conditions)
+        if plan.peak_bytes <= least.peak_bytes:
             return False
-        self.size_bytes = least if to_the_least else (plan.peak_bytes + least) // 2
+        self.size_bytes = least.peak_bytes
+        if not to_the_least:
+            # Nobody knows what the device has, so half of what can be given up is tried first.
+            self.size_bytes = (plan.peak_bytes + least.peak_bytes) // 2
         return True
 
     def caps(self, plan: Plan) -> bool:
@@ -107,14 +127,20 @@ class ModulePlans:
         self.ceiling = Ceiling()
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
-        self._source, self._settings = source, settings
+        self._source = source
+        self._settings = settings
         self._cuts = KnownCuts(
-            module, most=settings.max_plans, on_cut=lambda: source.hear(MeasuringBegins()), ranks=source.ranks
+            module,
+            most=settings.max_plans,
+            on_cut=partial(source.hear, MeasuringBegins()),
+            ranks=source.ranks,
         )
         self._measurements = Measurements()
         self._compiled = CompiledModules(settings.compiled_variants)
-        self._records: dict[str, Record] = {}  # of an earlier training, by call
-        self._searching, self._measuring = _Account(), _Account()
+        # Of an earlier training, by the fingerprint of the call.
+        self._records: dict[str, Record] = {}
+        self._searching = _Account()
+        self._measuring = _Account()
 
     @property
     def plan(self) -> Plan | None:
@@ -126,7 +152,7 @@ class ModulePlans:
 
     @property
     def cuts_made(self) -> int:
-        """How often the module was cut; 0 until it has turned out to be a chain."""
+        """Number of times that the module was cut; 0 until it has turned out to be a chain."""
         return self._cuts.made
 
     @property
@@ -144,9 +170,13 @@ class ModulePlans:
     def follow_others(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Cut, measure or plan a call anew if another process must, or has another plan for it. All must ask."""
         self._follow_changes()
-        ranks, signature = self._source.ranks, self._cuts.known_signature(args, kwargs)
-        entry = None if signature is None else self.cache.use(signature, self._source.turn)
+        ranks = self._source.ranks
+        signature = self._cuts.known_signature(args, kwargs)
+        entry = None
+        if signature is not None:
+            entry = self.cache.use(signature, self._source.turn)
         prepared = entry if isinstance(entry, Prepared) else None
+        # Each question below goes round all processes, so each process must ask the same ones in the same order.
         if ranks.all_run(None if prepared is None else prepared.schedule):
             return
         if ranks.any(prepared is not None and prepared.is_chosen):
@@ -165,10 +195,12 @@ class ModulePlans:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """The signature of a call, and the chain's input. The module is cut if it must be."""
         self._follow_changes()
-        made, began = self._cuts.made, time.perf_counter()
+        made = self._cuts.made
+        began = time.perf_counter()
         cut, value = self._cuts.bind(args, kwargs)
         if self._cuts.made != made:
             self.measuring_seconds += time.perf_counter() - began
+            # A new cut may have pushed out others, whose layers are gone or which were not used for long.
             self.cache.keep_only(lambda signature: signature.cut in self._cuts)
             self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
@@ -182,9 +214,12 @@ class ModulePlans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The plan of a call, made now if there is none."""
-        turn, spent_seconds = self._source.turn, self.measuring_seconds
+        turn = self._source.turn
+        spent_seconds = self.measuring_seconds
         cached = self.cache.use(signature, turn)
-        if self.together:  # all run what they have agreed on, and measure what one has not
+        entry: Costs | Prepared
+        if self.together:
+            # All run what they have agreed on, and measure what one has not. What follows is by the clock of each.
             entry = self.measure(signature, value) if cached is None else cached
         elif cached is None:
             entry = self._new_entry(signature, value)
@@ -213,7 +248,8 @@ class ModulePlans:
         if rough_seconds and self._measuring.pays(rough_seconds):
             try:
                 return self.measure(signature, value)
-            except ProfilerBusyError:  # this plan does until torch's profiler is free
+            except ProfilerBusyError:
+                # This plan does until torch's profiler is free; the next call tries again.
                 self._measuring.lost_seconds = self._measuring.price_seconds
         if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.pays(entry.lost_seconds):
             return entry.costs
@@ -223,13 +259,18 @@ class ModulePlans:
         """The entry that a checkpoint has for a call; None if it has none."""
         if not self._records:
             return None
-        record = self._records.pop(call_fingerprint(signature, self._compiled.choice), None)
-        recorded = None if record is None else recalled(record, signature.cut.stages)
+        call = call_fingerprint(signature, self._compiled.choice)
+        record = self._records.pop(call, None)
+        if record is None:
+            return None
+        recorded = recalled(record, signature.cut.stages)
         if recorded is None:
             return None
         profile, plan = recorded
         costs = self._keep(signature, profile)
-        if plan is None or plan.slots < self._settings.slots or not self.budget(profile).fits(plan):
+        if plan is None or plan.slots < self._settings.slots:
+            return costs
+        if not self.budget(profile).fits(plan):
             return costs
         return self.use_plan(signature, costs, plan)
 
@@ -241,18 +282,24 @@ class ModulePlans:
         profile, chain = estimate.profile, estimate.profile.chain
         budget = self.budget(profile)
         alike = self.cache.alike(signature, chain.names)
-        least_overhead = _least_overhead(alike, signature.size, chain, budget)
+        least_overhead = least_overhead_of(alike, signature.size, chain, budget)
         plans = [prepared.plan for _, prepared in alike]
-        plan = _best_of(chain, plans, budget, least_overhead, slots=self._settings.slots)
-        lost_seconds = 0.0 if plan is None else _lost(plan, least_overhead)
+        plan = best_of(chain, plans, budget, least_overhead, slots=self._settings.slots)
+        lost_seconds = 0.0
+        if plan is not None:
+            lost_seconds = lost_by(plan, least_overhead)
         if self._searching.pays(lost_seconds):
-            plan, lost_seconds = None, 0.0
+            plan = None
+            lost_seconds = 0.0
         if plan is None:
             try:
                 plan = self._solve(profile, budget)
             except BudgetError:
+                # Bounds may be too high where the truth fits, so it is measured.
                 return None
-        rough_seconds = 0.0 if estimate.is_near else _lost(plan, least_overhead)
+        rough_seconds = 0.0
+        if not estimate.is_near:
+            rough_seconds = lost_by(plan, least_overhead)
         costs = Costs(profile, estimated=True, rough_seconds=rough_seconds)
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 
@@ -261,10 +308,12 @@ class ModulePlans:
 
         A new plan is the second and last; of the two, the faster one stays.
         """
-        plan, costs = prepared.plan, prepared.timed_now()
+        plan = prepared.plan
+        costs = prepared.timed_now()
         overhead = costs.timed[-1].overhead
         fastest = min(costs.timed, key=lambda timed: timed.overhead)
-        is_far_off = abs(overhead - plan.overhead) > max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
+        tolerance = max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
+        is_far_off = abs(overhead - plan.overhead) > tolerance
         if fastest.schedule is plan.schedule and not is_far_off:
             timed = replace(prepared, costs=costs)
             self.cache.put(signature, timed)
@@ -306,8 +355,9 @@ class ModulePlans:
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED
-        rough = {known for known, entry in self.cache if costs_of(entry).rough_seconds}
-        self.cache.keep_only(lambda known: known not in rough)  # the new costs may say more of these, too
+        # The new costs may say more of calls whose costs are rough, too.
+        rough = {other for other, entry in self.cache if costs_of(entry).rough_seconds}
+        self.cache.keep_only(lambda other: other not in rough)
         return self._keep(signature, profile)
 
     def _keep(self, signature: Signature, profile: Profile) -> Costs:
@@ -320,7 +370,9 @@ class ModulePlans:
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """Bytes that a plan may use; without the ceiling, if the device had as much as it seemed to have."""
         budget = self._source.budget(self.name, profile)
-        budget = replace(budget, lingering_bytes=budget.lingering_bytes + profile.copied_bytes)
+        # Copies of small buffers, for a second run, are there from the forward's begin to its end.
+        lingering_bytes = budget.lingering_bytes + profile.copied_bytes
+        budget = replace(budget, lingering_bytes=lingering_bytes)
         return budget.capped(self.ceiling.size_bytes) if ceiling else budget
 
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
@@ -365,7 +417,10 @@ class ModulePlans:
 
     def entry_under(self, plan: Plan) -> Prepared | None:
         """The entry that a plan is in use for, or None."""
-        return next((prepared for _, prepared in self.cache.planned() if prepared.plan is plan), None)
+        for _, prepared in self.cache.planned():
+            if prepared.plan is plan:
+                return prepared
+        return None
 
     def replan(self, stale: Plan | None = None) -> Plan:
         """Plan with the budget of this moment.
@@ -376,9 +431,10 @@ class ModulePlans:
         if not len(self.cache):
             raise ProfilingError("there is nothing to plan yet: measure a sample first, with measure(sample)")
         signature, entry = self.cache.latest
-        if stale is not None:
-            in_use = [(known, prepared) for known, prepared in self.cache.planned() if prepared.plan is stale]
-            signature, entry = in_use[0] if in_use else (signature, entry)
+        for other, prepared in self.cache.planned():
+            if prepared.plan is stale:
+                signature, entry = other, prepared
+                break
         if self.together:
             # The others learn of it at the next forward, and plan with this process.
             solved = self._solve(entry.profile, self.budget(entry.profile))
@@ -399,7 +455,8 @@ class ModulePlans:
                 "'(0-1) 2'. Plan.load(path, net.chain) reads a file"
             )
         signature, entry = self.cache.latest
-        chain, conditions = entry.profile.chain, self.budget(entry.profile).conditions
+        chain = entry.profile.chain
+        conditions = self.budget(entry.profile).conditions
         if isinstance(plan, str):
             plan = Schedule.parse(plan)
         if isinstance(plan, Schedule):
@@ -429,78 +486,19 @@ class ModulePlans:
         self._cuts.forget()
 
 
-# -------------------------------------------------------------------- plans of other sizes
-
-
-def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
-    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
-    alike = []
-    for plan in plans:
-        is_within = plan.peak_bytes <= plan.budget_bytes == budget.available_bytes
-        if is_within and plan.conditions == budget.conditions and _costs_the_same(plan.chain, chain):
-            alike.append(replace(plan, chain=chain))
-    return min(alike, key=lambda plan: plan.seconds, default=None)
-
-
-def _costs_the_same(one: Chain, other: Chain) -> bool:
-    """True if two chains differ in the first stage's shapes alone, which say for what they are."""
-    if one.stages[1:] != other.stages[1:]:
-        return False
-    return replace(one.stages[0], takes=()) == replace(other.stages[0], takes=())
-
-
-def _best_of(chain: Chain, plans: Sequence[Plan], budget: Budget, least_overhead: float, *, slots: int) -> Plan | None:
-    """The fastest that fits of no recomputation and the first few unlike schedules of plans; None if none does.
-
-    Those behind one whose overhead is next to the least possible are not tried.
-    """
-    for_equal_costs = _for_equal_costs(plans, chain, budget)
-    if for_equal_costs is not None:
-        return for_equal_costs
-    limit_bytes = max(budget.available_bytes, 1)
-    schedules = (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))
-    unlike = list({id(schedule): schedule for schedule in schedules}.values())
-    best = None
-    for schedule in unlike[: 1 + _NEAREST]:
-        plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
-        if plan.peak_bytes <= limit_bytes and (best is None or plan.seconds < best.seconds):
-            best = plan
-            if plan.overhead <= least_overhead + _SLIGHT:
-                break
-    return best
-
-
-def _least_overhead(alike: Iterable[tuple[int, Prepared]], size: int, chain: Chain, budget: Budget) -> float:
-    """Overhead that a plan for a size has at least, by plans of others: the larger one needs no less recomputation.
-
-    Sizes with the same costs need the same.
-    """
-    least_overhead = 0.0
-    for known_size, prepared in alike:
-        plan = prepared.plan
-        if not prepared.is_best_known:
-            continue
-        is_smaller = known_size <= size
-        needs_the_same = plan.budget_bytes >= budget.available_bytes and _costs_the_same(plan.chain, chain)
-        if is_smaller or needs_the_same:
-            least_overhead = max(least_overhead, plan.overhead)
-    return least_overhead
-
-
-def _lost(plan: Plan, least_overhead: float) -> float:
-    """The most seconds that a better plan would save in each step."""
-    return max(plan.overhead - least_overhead, 0.0) * plan.seconds / (1 + plan.overhead)
-
-
 def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:
     """Log what a new shape costs, on one line."""
     plan = prepared.plan
-    how = "taken from those of other shapes" if prepared.costs.estimated else "known from a checkpoint"
+    origin = "known from a checkpoint"
+    if prepared.costs.estimated:
+        origin = "taken from those of other shapes"
+    if seconds:
+        origin = f"measured in {format_seconds(seconds)}"
     _log.info(
         "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
         type(signature.cut.module).__name__,
         " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
-        f"measured in {format_seconds(seconds)}" if seconds else how,
+        origin,
         format_bytes(plan.peak_bytes),
         format_bytes(plan.budget_bytes),
         len(plan.recomputed),

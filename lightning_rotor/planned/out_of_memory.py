@@ -36,29 +36,46 @@ class CopiedBuffers:
 
     def take(self, state: SegmentState) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The buffers that a forward in training may update, each with a copy."""
-        statistics = [each.module._buffers[each.name] for each in state.statistics if each.module.training]
-        buffers = [buffer for buffer in statistics if buffer is not None]
-        buffers += [buffer for _, _, buffer in buffers_of(state.remembered)]
+        buffers = _buffers_that_may_change(state)
         # Taken while it is in use: a forward inside this one makes copies of its own.
-        pairs, self._kept = self._kept, []
-        copied, copies = zip(*pairs, strict=True) if pairs else ((), ())
+        pairs = self._kept
+        self._kept = []
+        copied = [buffer for buffer, _ in pairs]
+        copies = [copy for _, copy in pairs]
         is_same = len(copied) == len(buffers) and all(map(is_, copied, buffers))
-        if not is_same or any(map(ne, map(_kind, copies), map(_kind, buffers))):  # given another shape in place
+        # A buffer may have been given another shape in place.
+        if not is_same or any(map(ne, map(_kind, copies), map(_kind, buffers))):
             return [(buffer, uncounted_copy(buffer)) for buffer in buffers]
         if pairs:
             with torch.no_grad():
-                copy_each(list(copies), buffers)
+                copy_each(copies, buffers)
         return pairs
 
     def give_back(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Take the memory back when the forward is over."""
-        # Elsewhere, and in large ones, the backward's peak would feel them.
-        if pairs and all(copy.device.type == "cpu" and copy.nbytes <= SMALL_BYTES for _, copy in pairs):
+        copies = [copy for _, copy in pairs]
+        are_small = all(copy.nbytes <= SMALL_BYTES for copy in copies)
+        # On a GPU, and large ones anywhere, the backward's peak would feel them.
+        if pairs and are_small and all(copy.device.type == "cpu" for copy in copies):
             self._kept = pairs
 
 
+def _buffers_that_may_change(state: SegmentState) -> list[torch.Tensor]:
+    """Statistics of normalizations in training, and the buffers of modules that remember something."""
+    buffers = []
+    for statistic in state.statistics:
+        buffer = statistic.module._buffers[statistic.name]
+        if statistic.module.training and buffer is not None:
+            buffers.append(buffer)
+    return buffers + [buffer for _, _, buffer in buffers_of(state.remembered)]
+
+
 class BeforeForward:
-    """What a forward may change, as it was before: the state of the modules that ``profile`` names, and its input."""
+    """The state that a forward may change, as it was before: that of the modules which ``profile`` names, and its input.
+
+    It is noted at every forward, since a lack of memory is not announced. So it copies small buffers alone, into memory
+    that is kept, and of large ones and of the input it notes the version.
+    """
 
     __slots__ = ("_before", "_copies", "_generators", "_owner", "_versions", "_written")
 
@@ -67,21 +84,29 @@ class BeforeForward:
         tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
         self._generators: GeneratorStates | None = None
         if profile.draws_random:
-            self._generators = GeneratorStates(tensors[0].device, counted=False, host=bool(state.attributed))
+            # torch's own layers never draw from the generators of Python and NumPy.
+            host = bool(state.attributed)
+            self._generators = GeneratorStates(tensors[0].device, counted=False, host=host)
             if self._generators.shared:
                 self._generators.keep_only(state.drawn)
         # Torch's own layers have nothing that a forward could change, but for hooks on all modules.
         looks = state.attributed or any_hooks_of_all()
-        self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES) if looks else None
-        self._owner, self._copies = buffers, buffers.take(state)
+        self._before: Snapshot | None = None
+        if looks:
+            self._before = Snapshot(state.attributed, small_bytes=SMALL_BYTES)
+        self._owner = buffers
+        self._copies = buffers.take(state)
         self._written = state.written
-        fixed = [*tensors, *(buffer for _, _, buffer in buffers_of(state.watched))]
+        fixed = tensors + [buffer for _, _, buffer in buffers_of(state.watched)]
         self._versions = [(tensor, version_of(tensor)) for tensor in fixed]
 
     def restore(self) -> bool:
         """Set everything back; False if a parameter, an input or a large buffer changed, which nobody copied."""
-        if self._written or any(version_of(tensor) != version for tensor, version in self._versions):
+        if self._written:
             return False
+        for tensor, version in self._versions:
+            if version_of(tensor) != version:
+                return False
         if self._before is not None:
             self._before.restore()
         with torch.no_grad():

@@ -23,10 +23,13 @@ turn."""
 
 # Costs of segments are not corrected to less than a tenth of what was measured: then the clock was wrong.
 _LEAST_FACTOR = 0.1
-# A plain step takes at least half of what its stages take one by one.
+# A plain step takes at least half of what its stages take one by one: less would mean that the stopwatch was stopped.
 _LEAST_PART = 0.5
+# In the place of 0 in a division: such overheads differ by nothing.
 _TINY = 1e-9
-_MOST_TIMED = 2  # plans of one call that are timed: the first, and one that follows from what it took
+# Plans of one call that are timed: the first, and one that follows from what it took. More would go on for ever, as
+# each measurement has its noise.
+_MOST_TIMED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Costs:
 
     Attributes:
         profile: As measured, or as follows from measurements of other sizes.
-        turn: What the plan will be for.
+        turn: That a plan will be for.
         estimated: The costs follow from those of other sizes.
         rough_seconds: At most lost in each step because such costs may be much too high.
         timed: Schedules that it has run under.
@@ -100,7 +103,7 @@ class Prepared:
 
     @property
     def turn(self) -> Turn:
-        """What the plan is for."""
+        """The turn that the plan is for."""
         return self.costs.turn
 
     @property
@@ -126,7 +129,8 @@ class Prepared:
         if again_seconds is None or step_seconds is None:
             return None
         extra_seconds = again_seconds + _seconds_besides(self.plan)
-        # Whole calls show what single stages do not: the caches, and the host between them.
+        # The plain step is what is left of the whole call, and not the sum of its stages: single stages do not show
+        # the caches, nor the host between them.
         plain_seconds = max(step_seconds - extra_seconds, _LEAST_PART * self.plan.chain.step_seconds)
         return max(extra_seconds / plain_seconds, 0.0)
 
@@ -165,7 +169,9 @@ def corrected(plan: Plan, overhead: float) -> Chain:
     """The plan's chain with costs of segments under which the plan has this overhead."""
     chain, seconds = plan.chain, plan.chain.segment_seconds
     twice = simulate(replace(chain, segment_seconds=2 * seconds), plan.schedule, **plan.conditions)
-    factor = 1 + (overhead - plan.overhead) / max(twice.overhead - plan.overhead, _TINY)
+    # The overhead is linear in the costs of segments, so two points of the line give the one that was measured.
+    rise = max(twice.overhead - plan.overhead, _TINY)
+    factor = 1 + (overhead - plan.overhead) / rise
     return replace(chain, segment_seconds=max(factor, _LEAST_FACTOR) * seconds)
 
 

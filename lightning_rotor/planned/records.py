@@ -29,19 +29,24 @@ SEAL = "seal"
 
 def model_fingerprint(module: nn.Module) -> str:
     """Sixteen hexadecimal digits that name the classes, parameters and buffers of a module, but not their values."""
-    modules = [(name, type(each).__module__, type(each).__qualname__) for name, each in module.named_modules()]
-    tensors = [
-        (name, tuple(tensor.shape), str(tensor.dtype))
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
+    modules = []
+    for name, submodule in module.named_modules():
+        kind = type(submodule)
+        modules.append((name, kind.__module__, kind.__qualname__))
+    tensors = []
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        tensors.append((name, tuple(tensor.shape), str(tensor.dtype)))
     return _digest((modules, tensors))
 
 
 def call_fingerprint(signature: Signature, variants: str) -> str:
     """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
     device = signature.device
-    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    settings = signature.shapes, signature.kinds, (signature.autocast, *signature.modes)
+    machine = device.type
+    if machine == "cuda":
+        machine = torch.cuda.get_device_name(device)
+    modes = (signature.autocast, *signature.modes)
+    settings = signature.shapes, signature.kinds, modes
     names = [stage.name for stage in signature.cut.stages]
     return _digest((names, (settings, variants), machine, torch.__version__))
 
@@ -49,15 +54,18 @@ def call_fingerprint(signature: Signature, variants: str) -> str:
 def record_of(call: str, entry: Costs | Prepared) -> Record:
     """A measurement and the plan made from it, for the call of this fingerprint."""
     profile = entry.profile
+    # Lists in the place of tuples: torch.load with weights_only, and JSON, know no others.
+    chain = json.loads(json.dumps(asdict(profile.chain)))
     record: Record = {
         "call": call,
         "group_sizes": list(profile.group_sizes),
         "remembered": profile.remembered,
         "drawn": profile.drawn,
-        "chain": json.loads(json.dumps(asdict(profile.chain))),  # with lists in the place of tuples
+        "chain": chain,
     }
     if isinstance(entry, Prepared):
-        record["plan"] = entry.plan.to_plain() | {"solve_seconds": entry.plan.solve_seconds}
+        plan = entry.plan
+        record["plan"] = {**plan.to_plain(), "solve_seconds": plan.solve_seconds}
     return record
 
 
@@ -79,25 +87,28 @@ def recalled(record: Record, stages: Sequence[Stage]) -> tuple[Profile, Plan | N
 
 def seal_of(saved: Mapping[str, Any]) -> str | None:
     """A digest of a saved state, by which one that was damaged or changed is known; None if it is no plain data."""
+    rest = {key: value for key, value in saved.items() if key != SEAL}
     try:
-        return _digest(json.dumps({key: value for key, value in saved.items() if key != SEAL}, sort_keys=True))
+        return _digest(json.dumps(rest, sort_keys=True))
     except (TypeError, ValueError, RecursionError):
         return None
 
 
 def _chain(record: Record) -> Chain:
     record = with_tuples(record)
-    stages = [
-        StageCost(**{**stage, "options": tuple(_option(option) for option in stage["options"])})
-        for stage in record["stages"]
-    ]
-    skips = [Skip(**skip) for skip in record["skips"]]
-    return Chain(**{**record, "stages": tuple(stages), "skips": tuple(skips)})
+    stages = []
+    for stage in record["stages"]:
+        options = tuple(map(_option, stage["options"]))
+        stages.append(StageCost(**{**stage, "options": options}))
+    skips = tuple(Skip(**skip) for skip in record["skips"])
+    return Chain(**{**record, "stages": tuple(stages), "skips": skips})
 
 
 def _option(record: Record) -> Option:
     peaks = record["accumulating"]
-    return Option(**{**record, "accumulating": None if peaks is None else BackwardPeaks(**peaks)})
+    if peaks is not None:
+        peaks = BackwardPeaks(**peaks)
+    return Option(**{**record, "accumulating": peaks})
 
 
 def _digest(value: object) -> str:

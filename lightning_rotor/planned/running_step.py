@@ -123,7 +123,8 @@ class Step:
         self.shares_budget = False
         self.is_over = False
         self._start: StepStart | None = None
-        self._more_bytes = 0  # that later steps hold besides, as the step itself has shown
+        # What later steps hold besides, as the step itself has shown.
+        self._more_bytes = 0
 
     # ---------------------------------------------------------------- its start
 
@@ -189,10 +190,12 @@ class Step:
     def as_later(self, phases: Iterable[StepPhase]) -> list[StepPhase]:
         """Its phases, with what later steps hold besides."""
         start = self._start or StepStart([], is_first=False)
-        has_stepped, later = False, []
+        has_stepped = False
+        later = []
         for phase in phases:
             has_stepped = has_stepped or phase.is_optimizer_step
-            if has_stepped and start.optimizers == 1:  # the state is there, as in a second closure of LBFGS
+            if has_stepped and start.optimizers == 1:
+                # The state is there, as in the second closure of LBFGS, and only its history still grows.
                 more_bytes = self.growing_bytes
             elif phase.is_final:
                 more_bytes = 0

@@ -76,9 +76,12 @@ class StepPlanner(BudgetSource):
         settings: PlanSettings,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        self.loop, self.saved = loop, saved
-        self.plan: Plan | None = None  # that steps run under, or the largest of several
-        self.state, self._mode = State.CHOOSING, Mode()
+        self.loop = loop
+        self.saved = saved
+        # The plan that steps run under; the largest of several.
+        self.plan: Plan | None = None
+        self.state = State.CHOOSING
+        self._mode = Mode()
         self.watch = StepWatch()
         self.limit = StepLimit(loop, limit, beyond=beyond)
         self.ranks = Agreement(beyond=beyond)
@@ -87,10 +90,12 @@ class StepPlanner(BudgetSource):
         self._steps_begun = 0
         self._draws = Draws()
         self._joint_plans = JointPlans(self, self._joint_budget, slots=settings.slots)
-        # The highest peak beyond the limit of a step under the plans that take least.
+        # The highest peak beyond the limit of a step under the plans that take least, and whether the gradients of
+        # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
-        self._awaits_optimizer = False  # gradients of such a step are to add up until an optimizer steps
-        self._step_hooks: dict[int, RemovableHandle] = {}  # of optimizers in a measured step, by identity
+        self._awaits_optimizer = False
+        # Hooks of optimizers in a measured step, by the optimizers' identity.
+        self._step_hooks: dict[int, RemovableHandle] = {}
         try:
             if not self.load(saved) and self.modules.begin():
                 self._become(Event.CHOSEN)
@@ -112,6 +117,8 @@ class StepPlanner(BudgetSource):
         if self.state is State.CHOOSING:
             self._choose(batch, batch_idx)
         self._steps_begun += 1
+        # A step that is not measured is left alone here: what follows asks for all tensors of the batch, and takes as
+        # long as the planned forward of a small model.
         is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
         is_sample = is_due and self.plan is not None
         is_measured = is_sample or self.watch.due
@@ -124,10 +131,12 @@ class StepPlanner(BudgetSource):
 
     def _meet_others(self, batch: Any) -> None:
         """Agree with other processes, before the first batch, on what must be alike from the beginning."""
+        # cuBLAS and cuDNN take their workspaces at their first call, which would be inside of a measured stage.
         take_workspaces(self.loop.device())
         if self.loop.processes > 1:
             self.limit.agree(tensors_in(batch))
             if is_spread(self.loop.model):
+                # FSDP gathers parameters before a forward and behind it, where nobody looks for messages.
                 self.ranks.join_all()
 
     def _choose(self, batch: Any, batch_idx: int) -> None:
@@ -168,9 +177,11 @@ class StepPlanner(BudgetSource):
         if step is None or self.plan is None:
             return
         self.limit.end_backward(step, self.watch)
+        # Steps that were measured from their begin on may have had no optimizer's step, as gradients add up over
+        # several. So the first one that comes is measured from here on.
         if not self.watch.running and not self.limit.knows_final_peak:
             self._look_at_start(step)
-            if not step.is_first:  # the steps that were measured had none: gradients add up
+            if not step.is_first:
                 self.watch.start(self.loop, step.batch, is_due=False, sees_all=False)
         if not self.watch.running:
             return
@@ -203,6 +214,7 @@ class StepPlanner(BudgetSource):
         was_exact = self.watch.is_exact
         is_measured = self.watch.stop()
         if is_measured and was_exact and not self.watch.is_exact:
+            # The next step is, if anything can be. Twice in a row, the upper bound has to do.
             self.watch.repeat()
             is_measured = False
         phases: list[StepPhase] = []
@@ -279,6 +291,7 @@ class StepPlanner(BudgetSource):
         self._joint_plans.follow(step, phases, exceeds=exceeds)
         self.plan = self._joint_plans.largest(step) or self.plan
         if not exceeds or step.is_first:
+            # A first step takes what no later one does: it makes the optimizers' state, and compiles.
             return
         self._note_excess(highest)
         if not any(call.has_another_plan for call in step.numbers):
@@ -289,8 +302,10 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not phase.is_final)
         if highest is None:
             return
-        if not step.is_first:  # with all that a step finds from those before it
+        if not step.is_first:
+            # A first one finds nothing of those before it, so it differs anyway.
             self._learn_draw(step, highest.peak_bytes)
+        # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
 
         def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
@@ -410,6 +425,7 @@ class StepPlanner(BudgetSource):
         if step is None:
             return
         if step.is_first and not step.numbers and self.loop.device().type == "cpu":
+            # The meter begins in here, since there was no plan before.
             step.note_unseen_input(tensors_in(value))
         self.watch.mark(PhaseKind.FORWARD, call=len(step.numbers))
 
@@ -425,7 +441,8 @@ class StepPlanner(BudgetSource):
         call = Call(key, event.prepared, event.pending)
         step.add(call)
         pending = event.pending()
-        if pending is not None and (self.state is not State.STEADY or self.watch.running):
+        is_of_interest = self.state is not State.STEADY or self.watch.running
+        if pending is not None and is_of_interest:
             pending.on_backward = partial(self._backward_begins, call)
         self.watch.mark(PhaseKind.AFTER, call=step.numbers[call])
 
@@ -434,6 +451,7 @@ class StepPlanner(BudgetSource):
         if self._step is not None and call in self._step.numbers:
             self.watch.mark(PhaseKind.BACKWARD, call=self._step.numbers[call])
         if torch.is_grad_enabled():
+            # create_graph=True: the graph of this backward keeps what a recomputation makes.
             self._joint_plans.keep_whole(call.key)
 
     def _plan_made(self, plan: Plan) -> None:
@@ -442,7 +460,8 @@ class StepPlanner(BudgetSource):
         self._become(Event.PLANNED)
         self.watch.renew()
         if any(module.plans.plan is None for module in self.modules):
-            return  # others are still to be measured, which takes torch's profiler away again, or may be refused
+            # Others are still to be measured, which takes torch's profiler away again, or may be refused.
+            return
         self._tell()
         step = self._step
         if step is not None and not step.is_over and not self.watch.running:
@@ -463,25 +482,32 @@ class StepPlanner(BudgetSource):
             return False
         if not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
             return False
-        known = {module["module"]: module for module in (saved, *saved.get("others", ()))}
-        targets = [target for module in known.values() if (target := _target_in(self.loop.model, module)) is not None]
-        if len(targets) < len(known):
-            return False
+        entries = {entry["module"]: entry for entry in (saved, *saved.get("others", ()))}
+        targets = []
+        for entry in entries.values():
+            target = _target_in(self.loop.model, entry)
+            if target is None:
+                return False
+            targets.append(target)
         self.saved = saved
         self.modules.begin(targets)
         self._become(Event.RESTORED)
-        plans = {module.target.name: module.plans for module in self.modules}
-        if plans.keys() == known.keys():  # those that the user has named may be others
-            for name, plans_of_module in plans.items():
-                plans_of_module.recall(known[name]["records"])
-                plans_of_module.ceiling.size_bytes = known[name]["ceiling_bytes"]
-            self.limit.recall(saved["corrections"])
+        if set(self.modules.names) != entries.keys():
+            return True  # the user has named other modules
+        for module in self.modules:
+            entry = entries[module.name]
+            module.plans.recall(entry["records"])
+            module.plans.ceiling.size_bytes = entry["ceiling_bytes"]
+        self.limit.recall(saved["corrections"])
         return True
 
 
 def _target_in(model: nn.Module, saved: Mapping[str, Any]) -> Target | None:
     """The module in a model that was saved, or None if it is not there as it was."""
-    name, module = saved["module"], dict(model.named_modules()).get(saved["module"])
-    if module is None or not may_be_planned(module) or model_fingerprint(module) != saved["model"]:
+    name = saved["module"]
+    module = dict(model.named_modules()).get(name)
+    if module is None or not may_be_planned(module):
+        return None
+    if model_fingerprint(module) != saved["model"]:
         return None
     return Target(name, module, "as before")

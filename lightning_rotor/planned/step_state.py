@@ -96,7 +96,7 @@ WITHOUT_A_PLAN = frozenset((State.PLANNING, State.PUT_OFF))
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """How plans are made; it only ever grows.
+    """The way in which plans are made; it only ever grows.
 
     Attributes:
         is_joint: Calls of a step may be alive together, so one plan covers several.

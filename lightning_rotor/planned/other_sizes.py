@@ -1,0 +1,97 @@
+"""A plan for a new size from the plans of others, without a search.
+
+A larger size needs no less recomputation than a smaller one. So the overhead of a smaller size's plan is a bound on
+what any plan for the new one takes, and a schedule that comes close to it need not be improved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.planned.prepared import Prepared
+from lightning_rotor.planning import Plan, scheduled
+from lightning_rotor.schedule import Schedule
+
+# Shares of a step by which an overhead is next to the least possible one.
+_SLIGHT = 0.01
+# Schedules of other sizes that are tried for a new one: judging each takes as long as a step of a small model.
+_NEAREST = 4
+
+
+def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
+    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
+    alike = []
+    for plan in plans:
+        is_for_budget = plan.budget_bytes == budget.available_bytes
+        is_for_budget &= plan.conditions == budget.conditions
+        is_within = plan.peak_bytes <= plan.budget_bytes
+        if is_for_budget and is_within and _costs_the_same(plan.chain, chain):
+            alike.append(replace(plan, chain=chain))
+    return min(alike, key=lambda plan: plan.seconds, default=None)
+
+
+def _costs_the_same(one: Chain, other: Chain) -> bool:
+    """True if two chains differ in the first stage's shapes alone, which say for what they are."""
+    if one.stages[1:] != other.stages[1:]:
+        return False
+    return replace(one.stages[0], takes=()) == replace(other.stages[0], takes=())
+
+
+def best_of(
+    chain: Chain,
+    plans: Sequence[Plan],
+    budget: Budget,
+    least_overhead: float,
+    *,
+    slots: int,
+) -> Plan | None:
+    """The fastest that fits of no recomputation and the first few unlike schedules of plans; None if none does.
+
+    Those behind one whose overhead is next to the least possible are not tried.
+    """
+    for_equal_costs = _for_equal_costs(plans, chain, budget)
+    if for_equal_costs is not None:
+        return for_equal_costs
+    limit_bytes = max(budget.available_bytes, 1)
+    schedules = (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))
+    unlike = list({id(schedule): schedule for schedule in schedules}.values())
+    best = None
+    for schedule in unlike[: 1 + _NEAREST]:
+        plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
+        if plan.peak_bytes > limit_bytes:
+            continue
+        if best is None or plan.seconds < best.seconds:
+            best = plan
+            if plan.overhead <= least_overhead + _SLIGHT:
+                break
+    return best
+
+
+def least_overhead_of(
+    alike: Iterable[tuple[int, Prepared]],
+    size: int,
+    chain: Chain,
+    budget: Budget,
+) -> float:
+    """Overhead that a plan for a size has at least, by plans of others: the larger one needs no less recomputation.
+
+    Sizes with the same costs need the same.
+    """
+    least_overhead = 0.0
+    for other_size, prepared in alike:
+        plan = prepared.plan
+        if not prepared.is_best_known:
+            continue
+        has_no_less = plan.budget_bytes >= budget.available_bytes
+        needs_the_same = has_no_less and _costs_the_same(plan.chain, chain)
+        if other_size <= size or needs_the_same:
+            least_overhead = max(least_overhead, plan.overhead)
+    return least_overhead
+
+
+def lost_by(plan: Plan, least_overhead: float) -> float:
+    """The most seconds that a better plan would save in each step."""
+    return max(plan.overhead - least_overhead, 0.0) * plan.seconds / (1 + plan.overhead)
