@@ -57,7 +57,7 @@ test-versions: $(STAMP)
 	$(BIN)/python -m tests.compatibility run --environments $(VERSIONS)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python -m benchmarks.planner
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -52,6 +52,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, parse
+from benchmarks.gloo_processes import Failure, Processes
+from benchmarks.random_chains import random_schedule
 from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
@@ -62,7 +64,6 @@ from lightning_rotor.profiling import options as timing
 from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
-from tests.strategies import random_schedule
 
 TIME_LIMIT = 600  # seconds of a program, on a machine that others use
 PRECISIONS = {"bf16-mixed", "64-true", "bf16-true"}
@@ -594,8 +595,6 @@ _PROCESSES: list[Any] = []
 
 def judge_pipeline(program: Program) -> Verdict:
     """On two processes, against one that runs the same micro-batches one after the other."""
-    from tests.pipelines import Failure, Processes
-
     plainly = run(program, with_library=False)
     if not _PROCESSES:
         _PROCESSES.append(Processes(2))
