@@ -8,8 +8,8 @@ from benchmarks.fuzz import draw, judge, parse
 from tests.grids import few
 
 SEED, PROGRAMS, CHUNK = 1, 200, 10
-# Pipelines have tests with processes of their own.
-NUMBERS = [number for number in range(300) if draw(SEED, number).way != "pipeline"][:PROGRAMS]
+# Programs over several processes have tests of their own.
+NUMBERS = [number for number in range(300) if draw(SEED, number).way in ("callback", "checkpointable")][:PROGRAMS]
 
 
 @pytest.mark.parametrize("first", few(range(0, PROGRAMS, CHUNK), *range(0, PROGRAMS // 2, CHUNK)))
@@ -18,6 +18,7 @@ def test_programs_train_to_the_same_bits_or_are_refused(first: int) -> None:
         program = draw(SEED, number)
         verdict = judge(program)
         assert not verdict.failed, f"{number}: {program}\n{verdict}\n{verdict.trace}"
+        assert not verdict.silently_over, f"{number}: {program}\n{verdict}"
 
 
 # What the fuzzer found, shrunk.
