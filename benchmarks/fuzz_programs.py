@@ -84,6 +84,7 @@ FEATURES: dict[str, tuple[float, str]] = {
     "calls_vary": (0.04, "ck"),
     "side": (0.06, "ckm"),
     "prefetch": (0.04, "ck"),
+    "change_early": (0.03, "ckm"),
     "subclass_input": (0.03, "ck"),
     "alias": (0.05, "ck"),
     **{f"in_{name}": (0.03, "ck") for name in WRAPPERS},
@@ -389,6 +390,9 @@ class Net(L.LightningModule):
             self.failed = True
             raise UserError("in the second step")
         self.input = x if program.has("input_gradient") else None
+        if program.has("change_early"):  # as behind a ``with`` around the forward
+            for change in self.changes:
+                change(batch_idx + 5)
         return loss
 
     def parts(self, x: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.fuzz import draw, judge, parse
+from benchmarks.fuzz_objects import CONTENTS, HOLDERS
 from tests.grids import few
 
 SEED, PROGRAMS, CHUNK = 1, 200, 10
@@ -69,6 +70,20 @@ REGRESSIONS = {
 def test_what_the_fuzzer_found_stays_mended(name: str) -> None:
     verdict = judge(parse(f"Program({REGRESSIONS[name]})"))
     assert not verdict.failed, f"{verdict}\n{verdict.trace}"
+
+
+@pytest.mark.parametrize("content", [content for content in CONTENTS if content != "written"])  # plain autograd minds
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_layers_read_may_change_before_the_backward(holder: str, content: str) -> None:
+    """As behind a ``with`` around the forward: a recomputation of layers that are not recorded reads what their forward read."""
+    verdict = judge(
+        parse(
+            f"Program(body=(by_value, {holder}_{content}, by_value, {holder}_{content}, linear), limit=None, steps=2, "
+            "batch=24, features=('change_early',), seed=1)"
+        )
+    )
+    assert verdict.kind == "equal", f"{verdict}\n{verdict.trace}"
+    assert verdict.recomputed
 
 
 def test_a_program_is_its_text() -> None:
