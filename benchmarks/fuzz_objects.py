@@ -409,16 +409,17 @@ class Carrier:
     pack: Callable[[Any, Any], Any]
     left: Callable[[Any], Any]
     right: Callable[[Any], Any]
+    is_known: bool = False  # a container that can be taken apart and made again
 
 
 _BY_NAME = (lambda c: c.left, lambda c: c.right)
 _BY_KEY = (lambda c: c["left"], lambda c: c["right"])
 _BY_PLACE = (lambda c: c[0], lambda c: c[1])
 CARRIERS = {
-    "namedtuple": Carrier(Two, *_BY_NAME),
-    "dataclass": Carrier(Both, *_BY_NAME),
+    "namedtuple": Carrier(Two, *_BY_NAME, True),
+    "dataclass": Carrier(Both, *_BY_NAME, True),
     "fields": Carrier(lambda left, right: Fields(left=left, right=right), *_BY_NAME),
-    "ordered": Carrier(lambda left, right: OrderedDict(left=left, right=right), *_BY_KEY),
+    "ordered": Carrier(lambda left, right: OrderedDict(left=left, right=right), *_BY_KEY, True),
     "refuses_len": Carrier(lambda left, right: RefusesLen((left, right)), *_BY_PLACE),
     "refuses_iter": Carrier(lambda left, right: RefusesIter((left, right)), *_BY_PLACE),
     "odd": Carrier(lambda left, right: Odd((left, right)), lambda c: c.value[0], lambda c: c.value[1]),
@@ -461,7 +462,7 @@ def _carried(carrier: Carrier) -> Callable[..., nn.Module]:
 
 
 for _name, _carrier in CARRIERS.items():
-    kind(f"pair_{_name}", 0.25, inner=1)(_carried(_carrier))
+    kind(f"pair_{_name}", 0.4 if _carrier.is_known else 0.1, inner=1)(_carried(_carrier))
 
 
 @kind("odd_attributes", 1)

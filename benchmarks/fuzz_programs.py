@@ -88,8 +88,12 @@ FEATURES: dict[str, tuple[float, str]] = {
     "subclass_input": (0.03, "ck"),
     "alias": (0.05, "ck"),
     **{f"in_{name}": (0.03, "ck") for name in WRAPPERS},
-    # Odd objects are refused there, for they are no containers.
-    **{f"{use}_{name}": (0.003 if name == "odd" else 0.025, "ck") for use in ("takes", "gives") for name in CARRIERS},
+    # Those of which nobody knows how to make another one are refused.
+    **{
+        f"{use}_{name}": (0.025 if each.is_known else 0.003, "ck")
+        for use in ("takes", "gives")
+        for name, each in CARRIERS.items()
+    },
     "ddp": (0.4, "m"),
     "ragged": (0.4, "m"),
 }

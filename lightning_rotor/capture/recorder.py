@@ -176,6 +176,7 @@ class Recorder(TorchFunctionMode):
         erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         memory = {node: writer.values.memory_of(node) for node in writer.graph.nodes}
+        writer.values.forget_tensors()
         return Recording(writer.graph, memory, self._root, writer.constants, self.calls.leaves, guards, notes)
 
     def _note_saved(self, tensor: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.plans import Plans
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning import plan as solve
+from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.private.values import sizes_by_address
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import END, MeteredPhase, Recording
@@ -219,6 +220,7 @@ class StepWatch:
         self.phases: list[MeteredPhase] = []  # in order
         self._left = 0
         self._meter: StepMeter | None = None
+        self._on_cpu = False
         self._base_bytes = 0
         self._model: nn.Module = nn.Module()
         self._seen, self._older = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()  # gradients, and their sizes
@@ -251,9 +253,9 @@ class StepWatch:
         step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
         A step that is not due is left alone, without a word, if the profiler is busy.
         """
-        if self._was_interrupted:
-            return False
         on_cpu = loop.device().type == "cpu"
+        if self._was_interrupted or (on_cpu and backward_number() is not None):
+            return False
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
             return False
@@ -267,7 +269,7 @@ class StepWatch:
                 self.give_up()
                 loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return False
-        self._meter = meter
+        self._meter, self._on_cpu = meter, on_cpu
         self._model = loop.model
         # The CPU's meter sees only those go that were made under its eyes.
         self._older.clear()
@@ -300,7 +302,13 @@ class StepWatch:
         return True
 
     def drop(self) -> None:
-        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over.
+
+        Not inside of a backward, as where torch's checkpoint runs a module again: at its end torch sets back which
+        profiler recorded when it began, and one that is over would seem to record for ever.
+        """
+        if self._on_cpu and backward_number() is not None:
+            return
         if self._end() is not None:
             self._was_interrupted = True
 
