@@ -680,7 +680,7 @@ for _name, _send in SENDERS.items():
 # ------------------------------------------------------------------------------------------------ a loader that draws in a thread
 
 DRAWS: dict[str, Callable[[], float]] = {
-    "torch": lambda: float(torch.rand(())),
+    "torch": lambda: float(torch.rand((), dtype=torch.float32)),  # Lightning sets the default for all threads
     "numpy": lambda: float(np.random.random()),  # noqa: NPY002
     "python": random.random,
 }
