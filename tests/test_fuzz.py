@@ -69,6 +69,10 @@ REGRESSIONS = {
     "quantized weights that move when training is over": (
         "body=(linear, quantized, linear), way='callback', style='traced', limit=2.0, features=('accumulate', 'uneven'), seed=418"
     ),
+    "a metric in one of several planned modules": (
+        "body=(layerdrop(residual(metric, linear), row(prelu, linear)), own_parameter, clone_mul_), way='callback', family='image', limit=1.0, "
+        "features=('metric', 'stem', 'unnamed', 'foreach'), batch=3, seed=851"
+    ),
     "a step measured while torch's checkpoint runs a layer again": (
         "body=(odd_attributes, checkpointed(view, once_hook(linear), residual(default_array)), average), way='callback', style='recorded', "
         "features=('adamw', 'metric', 'edit_weights', 'unnamed', 'pair_output', 'calls_vary'), steps=4, seed=381"

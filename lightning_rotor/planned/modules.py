@@ -183,7 +183,7 @@ class PlannedModules:
         target = self._unseen[name]
         inside = set(target.module.modules())
         for other, waiting in list(self._unseen.items()):
-            if waiting.module in inside or target.module in waiting.module.modules():
+            if waiting.module in inside or _holds(waiting.module, target.module):
                 self._dismiss(other)
         self._plan(target)
         self._is_news = True
@@ -338,7 +338,7 @@ class PlannedModules:
         taken = [module for module in self._loop.model.modules() if is_attached(module)]
         for target in targets:
             inside = set(target.module.modules())
-            if any(other in inside or target.module in other.modules() for other in taken):
+            if any(other in inside or _holds(other, target.module) for other in taken):
                 continue
             if "forward" in target.module.__dict__:  # somebody else's patch, which nobody could put back
                 continue
@@ -359,11 +359,16 @@ class PlannedModules:
         self._attached = [entry for entry in self._attached if entry[0] is not module]
 
 
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """True if a module lies in another one, or is it. A metric of torchmetrics equals any module, so ``==`` is no way."""
+    return any(each is inner for each in outer.modules())
+
+
 def _check_apart(model: nn.Module, target: Target) -> None:
     """Check that no module is planned inside of another one."""
     inside = set(target.module.modules())
     for name, module in model.named_modules():
-        overlaps = module in inside or target.module in module.modules()
+        overlaps = module in inside or _holds(module, target.module)
         if module is not target.module and overlaps and is_attached(module):
             raise ModelError(
                 f"two plans would work on the same layers: one on {target.place}, the other on {name!r}. Expected "
