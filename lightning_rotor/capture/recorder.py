@@ -163,6 +163,7 @@ class Recorder(TorchFunctionMode):
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
             self.check.is_over = True
+            self._writer.values.forget_tensors()
         writer, asked = self._writer, self._writer.asked
         behind = ancestors([node for node, _ in asked])
         for leaf, check, appearance in self._leaves:
@@ -176,7 +177,6 @@ class Recorder(TorchFunctionMode):
         erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
         notes = self.surroundings.notes
         memory = {node: writer.values.memory_of(node) for node in writer.graph.nodes}
-        writer.values.forget_tensors()
         return Recording(writer.graph, memory, self._root, writer.constants, self.calls.leaves, guards, notes)
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
