@@ -49,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.models import commit
 from benchmarks.project_programs.program import PROGRAMS, STEPS, Program, Run
 from lightning_rotor import RotorCallback
 from lightning_rotor.errors import RotorError
@@ -413,20 +414,21 @@ def run(name: str, limit: float) -> dict[str, Any]:
     """Train a program in a process of its own, and return its line."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "YOLO_OFFLINE": "true"}
+    known = {"commit": commit()}
     failed = {"name": name, "package": PROGRAMS[name].package, "says": PROGRAMS[name].says}
     command = [sys.executable, "-m", "benchmarks.projects", "--one", name]
     began = time.perf_counter()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        return failed | {"failed": f"took longer than {limit:.0f} s"}
+        return failed | known | {"failed": f"took longer than {limit:.0f} s"}
     if done.stderr:
         print(done.stderr[-3000:], file=sys.stderr)
     try:
-        return json.loads(done.stdout.splitlines()[-1]) | {"took": round(time.perf_counter() - began)}
+        return json.loads(done.stdout.splitlines()[-1]) | known | {"took": round(time.perf_counter() - began)}
     except (IndexError, json.JSONDecodeError):
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return failed | {"failed": f"plain training: {last[:300]}"}
+        return failed | known | {"failed": f"plain training: {last[:300]}"}
 
 
 def names(only: list[str], log: Path) -> Iterator[str]:

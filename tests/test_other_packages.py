@@ -1,0 +1,58 @@
+"""Kinds of programs that benchmarks/projects.py has found in other packages, in small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import nn
+from torch.utils._pytree import register_pytree_node
+
+from lightning_rotor import RotorCallback
+from tests.training import assert_same_training, tight_limit, train
+
+
+class Bundle:
+    """A container that is registered without names for its parts, as darts registers its batches."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+
+register_pytree_node(Bundle, lambda bundle: (list(bundle.parts), None), lambda parts, _: Bundle(*parts))
+
+
+class TakesBundles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6)])
+
+    def forward(self, bundle: Bundle) -> torch.Tensor:
+        (first, second), scale = bundle.parts
+        return self.layers(first + scale * second)
+
+
+class Bundled(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TakesBundles()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        return self.net(Bundle((rows, rows.square()), 2.0)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_containers_that_are_registered_without_names_are_taken(tmp_path: Path) -> None:
+    rows = [torch.randn(64, 16, generator=torch.Generator().manual_seed(1))]
+    limit = tight_limit(Bundled, rows, tmp_path, batch_size=16)
+    callback = RotorCallback(limit, show_table=False)
+    assert_same_training(
+        train(Bundled, rows, tmp_path, batch_size=16), train(Bundled, rows, tmp_path, callback=callback, batch_size=16)
+    )
+    assert callback.plan is not None
+    assert callback.plan.recomputed
