@@ -269,19 +269,22 @@ def with_limit(program: Program, limit: int | str, plain: Observer) -> tuple[dic
     return found, seen
 
 
-def measure(program: Program) -> dict[str, Any]:
-    """Train a program in all ways."""
+def measure(program: Program) -> Iterator[dict[str, Any]]:
+    """Train a program in all ways. What is known after each of them, as the next one may take too long, or end the process."""
     compute = Compute()
     found: dict[str, Any] = {"name": program.name, "package": program.package, "says": program.says}
     found["version"] = version(program.package)
+    yield found | {"failed": "in plain training"}
     plain = train(program, None, compute)
     again = train(program)
     found |= {"plain_peak": max(plain.peaks.values()), "plain_step": plain.of_a_step}
     found["repeats"] = [name for name in plain.bits if plain.bits[name] != again.bits[name]][:5]
     plain.seconds = [min(*pair) for pair in zip(plain.seconds, again.seconds, strict=True)]
+    yield found | {"failed": f"at {TOO_LITTLE}"}
     began = time.perf_counter()
     said, _ = with_limit(program, TOO_LITTLE, plain)
     found["too_little"] = said | {"seconds": round(time.perf_counter() - began, 1)}
+    yield found | {"failed": "with room"}
     found["room"], room = with_limit(program, ROOM, plain)
     if room is not None:
         found["share"] = compute.planned(room.planned)
@@ -290,10 +293,12 @@ def measure(program: Program) -> dict[str, Any]:
         saved = max(found["plain_peak"] - least, 0)
         found |= {"least_bytes": least, "saved": saved}
         if saved:
+            yield found | {"failed": f"at {SAVED:.0%}"}
             top = room.peak_bytes if room is not None else found["plain_peak"]
             found["middle"], _ = with_limit(program, int(top - SAVED * saved), plain)
+            yield found | {"failed": "at the least limit"}
             found["least"], _ = with_limit(program, least, plain)
-    return found
+    yield found
 
 
 # ---------------------------------------------------------------------------------------- The log and the table.
@@ -301,9 +306,7 @@ def measure(program: Program) -> dict[str, Any]:
 
 def faults(row: dict[str, Any]) -> list[str]:
     """What is not as it should be."""
-    if "failed" in row:
-        return [row["failed"]]
-    found = []
+    found = [f"**failed** {row['failed']}"] if "failed" in row else []
     for way in WAYS:
         run = row.get(way)
         if run is None:
@@ -315,8 +318,8 @@ def faults(row: dict[str, Any]) -> list[str]:
             found.append(f"{way}: **other bits**: {', '.join(run['differences'])}")
         if not run.get("kept", True):
             found.append(f"{way}: **{format_bytes(run['peak'] - run['limit'])} over the limit**")
-    said = row["too_little"]
-    if not said.get("typed", False):
+    said = row.get("too_little")
+    if said is not None and not said.get("typed", False):
         found.append(f"{TOO_LITTLE}: {said.get('error', 'no error')}")
     return found
 
@@ -355,14 +358,13 @@ def times(run: dict[str, Any], key: str) -> str:
 
 def summary(rows: list[dict[str, Any]]) -> str:
     """All of it in two sentences."""
-    good = [row for row in rows if "failed" not in row]
-    runs = [(row, run) for row in good for way in WAYS if (run := row.get(way)) is not None]
+    runs = [(row, run) for row in rows for way in WAYS if (run := row.get(way)) is not None]
     done = [(row, run) for row, run in runs if "error" not in run]
     different = sum(bool(run["differences"]) and not row["repeats"] for row, run in done)
     over = sum(not run.get("kept", True) for _, run in done)
     typed = sum(run["typed"] for _, run in runs if "error" in run)
-    crashed = sum(not run["typed"] for _, run in runs if "error" in run) + len(rows) - len(good)
-    enough = sum(row.get("share", 0) >= ENOUGH for row in good)
+    crashed = sum(not run["typed"] for _, run in runs if "error" in run) + sum("failed" in row for row in rows)
+    enough = sum(row.get("share", 0) >= ENOUGH for row in rows)
     return (
         f"**{len(rows)} programs of {len({row['package'] for row in rows})} packages**, {len(runs)} trainings with a limit: "
         f"{different} silent differences, {over} silently over the limit from the second step on, {typed} typed errors, "
@@ -391,8 +393,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     ]
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
-        if "failed" in row:
-            lines.append(f"{start} **{row['failed']}** | | | | | | | |")
+        if "room" not in row:
+            lines.append(f"{start} **failed** {row['failed']} | | | | | | | |")
             continue
         least = row.get("least_bytes")
         room = row["room"]
@@ -414,21 +416,26 @@ def run(name: str, limit: float) -> dict[str, Any]:
     """Train a program in a process of its own, and return its line."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "YOLO_OFFLINE": "true"}
-    known = {"commit": commit()}
-    failed = {"name": name, "package": PROGRAMS[name].package, "says": PROGRAMS[name].says}
     command = [sys.executable, "-m", "benchmarks.projects", "--one", name]
     began = time.perf_counter()
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return failed | known | {"failed": f"took longer than {limit:.0f} s"}
-    if done.stderr:
+    except subprocess.TimeoutExpired as error:
+        printed, reason = error.stdout or b"", f"longer than {limit:.0f} s for all"
+        found = last_row(printed.decode() if isinstance(printed, bytes) else printed)
+    else:
         print(done.stderr[-3000:], file=sys.stderr)
-    try:
-        return json.loads(done.stdout.splitlines()[-1]) | known | {"took": round(time.perf_counter() - began)}
-    except (IndexError, json.JSONDecodeError):
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return failed | known | {"failed": f"plain training: {last[:300]}"}
+        found = last_row(done.stdout)
+        reason = f"exit status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:300]}"
+    if "failed" in found:
+        found["failed"] += f": {reason}"
+    return found | {"commit": commit(), "took": round(time.perf_counter() - began)}
+
+
+def last_row(printed: str) -> dict[str, Any]:
+    """The last row in what a process has printed."""
+    rows = [line for line in printed.splitlines() if line.startswith('{"name"') and line.endswith("}")]
+    return json.loads(rows[-1])
 
 
 def names(only: list[str], log: Path) -> Iterator[str]:
@@ -456,7 +463,8 @@ def main() -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        print(json.dumps(measure(PROGRAMS[options.one])))
+        for found in measure(PROGRAMS[options.one]):
+            print(json.dumps(found), flush=True)
         return
     if options.list:
         print(*(f"{each.name:32} {each.package:28} {each.says}" for each in PROGRAMS.values()), sep="\n")
