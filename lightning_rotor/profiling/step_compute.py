@@ -72,15 +72,22 @@ class StepCompute(AssumedValues):
         self.stopped_at = ""
         self._running: list[str] = []
         self._draws = torch.Generator().manual_seed(0)
-        for name, module in model.named_modules():
+        self._modules = dict(model.named_modules())
+        for name, module in self._modules.items():
             # Not a hook: those do not fire when a forward is called by its name.
             module.__dict__["forward"] = partial(self._call, name, module, module.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCompute:
+        """Itself: the forward of a copy that the step makes of a module finds it, and counts for none of them."""
+        return self
 
     def share(self, name: str) -> float:
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
         return self.plannable[name] / self.total if self.total else 0.0
 
     def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if module is not self._modules[name]:  # a copy, which no plan reaches
+            return forward(*args, **kwargs)
         learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         recursive, before = name in self._running, self.total
         self._running.append(name)
