@@ -174,7 +174,7 @@ def chronos_bolt(run: Run) -> None:
             return self.net(context=context, target=target).loss
 
     config = T5Config(
-        vocab_size=2, d_model=64, d_kv=16, d_ff=128, num_layers=3, num_heads=4, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=2, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
     config.chronos_config = {
         "context_length": 128, "prediction_length": 16, "input_patch_size": 8, "input_patch_stride": 8, "quantiles": [0.1, 0.5, 0.9],

@@ -40,7 +40,7 @@ def small_text_encoder() -> Any:
 
     return CLIPTextModel(
         CLIPTextConfig(
-            vocab_size=WORDS, hidden_size=TEXT, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=16,
+            vocab_size=WORDS, hidden_size=TEXT, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=16,
             eos_token_id=2,
         )
     )  # fmt: skip
@@ -149,7 +149,7 @@ def dit(run: Run) -> None:
         def __init__(self) -> None:
             super().__init__(
                 DiTTransformer2DModel(
-                    num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=4, sample_size=16, patch_size=2,
+                    num_attention_heads=4, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=3, sample_size=16, patch_size=2,
                     num_embeds_ada_norm=1000, norm_num_groups=1,
                 )
             )  # fmt: skip
@@ -187,7 +187,7 @@ def flux_flow_matching(run: Run) -> None:
             return F.mse_loss(predicted, noise - latents)
 
     net = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=2, num_single_layers=3, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=TEXT,
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=2, attention_head_dim=16, num_attention_heads=4, joint_attention_dim=TEXT,
         pooled_projection_dim=TEXT, guidance_embeds=False, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     batches = [

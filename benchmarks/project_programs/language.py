@@ -18,7 +18,7 @@ def sentences(*, length: int = LENGTH, batch: int = BATCH) -> list[dict[str, tor
     return [{"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words} for words in batches]
 
 
-def small_llama(layers: int = 4) -> nn.Module:
+def small_llama(layers: int = 3) -> nn.Module:
     """A Llama of a few layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +40,7 @@ def mixtral_with_router_loss(run: Run) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=WORDS, hidden_size=96, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=WORDS, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
         num_local_experts=4, num_experts_per_tok=2, output_router_logits=True,
     )  # fmt: skip
     run.fit(OwnLoss(MixtralForCausalLM(config)), sentences())
@@ -51,7 +51,7 @@ def mamba(run: Run) -> None:
     """Mamba, in transformers' own code for processors without its kernels."""
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(vocab_size=WORDS, hidden_size=64, state_size=8, num_hidden_layers=4)
+    config = MambaConfig(vocab_size=WORDS, hidden_size=64, state_size=8, num_hidden_layers=3)
     run.fit(OwnLoss(MambaForCausalLM(config)), sentences(length=32))
 
 
@@ -61,7 +61,7 @@ def t5(run: Run) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=WORDS, d_model=96, d_kv=24, d_ff=192, num_layers=3, num_heads=4, decoder_start_token_id=0
+        vocab_size=WORDS, d_model=96, d_kv=24, d_ff=192, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     run.fit(OwnLoss(T5ForConditionalGeneration(config)), sentences())
 
@@ -81,7 +81,7 @@ def llava(run: Run) -> None:
         projection_dim=64,
     )
     text = LlamaConfig(
-        vocab_size=WORDS, hidden_size=96, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4
+        vocab_size=WORDS, hidden_size=96, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
     )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=WORDS - 1, image_seq_length=16)
     net = LlavaForConditionalGeneration(config)
@@ -107,7 +107,7 @@ def bert_masked(run: Run) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=WORDS, hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=192
+        vocab_size=WORDS, hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=192
     )
     batches = sentences()
     for number, batch in enumerate(batches):
@@ -122,7 +122,7 @@ def gpt2_accumulating(run: Run) -> None:
     """GPT-2, gradients of two batches added up, norms clipped."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=WORDS, n_embd=96, n_layer=4, n_head=4, n_positions=LENGTH)
+    config = GPT2Config(vocab_size=WORDS, n_embd=96, n_layer=3, n_head=4, n_positions=LENGTH)
     run.fit(
         OwnLoss(GPT2LMHeadModel(config)), sentences() + sentences(), accumulate_grad_batches=2, gradient_clip_val=1.0
     )
@@ -156,7 +156,7 @@ def prefix_tuning(run: Run) -> None:
     from peft import PrefixTuningConfig, get_peft_model
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    net = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=96, n_layer=4, n_head=4, n_positions=2 * LENGTH))
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=96, n_layer=3, n_head=4, n_positions=2 * LENGTH))
     run.fit(OwnLoss(get_peft_model(net, PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))), sentences())
 
 
@@ -167,7 +167,7 @@ def ia3_of_t5(run: Run) -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=WORDS, d_model=96, d_kv=24, d_ff=192, num_layers=3, num_heads=4, decoder_start_token_id=0
+        vocab_size=WORDS, d_model=96, d_kv=24, d_ff=192, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     net = get_peft_model(T5ForConditionalGeneration(config), IA3Config(task_type="SEQ_2_SEQ_LM"))
     run.fit(OwnLoss(net), sentences())
@@ -182,7 +182,7 @@ def sentence_encoder() -> Any:
         def __init__(self) -> None:
             super().__init__()
             config = BertConfig(
-                vocab_size=WORDS, hidden_size=96, num_hidden_layers=4, num_attention_heads=4, intermediate_size=192
+                vocab_size=WORDS, hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=192
             )
             self.auto_model = BertModel(config, add_pooling_layer=False)
 
@@ -242,7 +242,7 @@ def rotary_decoder(run: Run) -> None:
         def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
             return self.net(batch["input_ids"])
 
-    layers = Decoder(dim=96, depth=4, heads=4, rotary_pos_emb=True, ff_glu=True)
+    layers = Decoder(dim=96, depth=3, heads=4, rotary_pos_emb=True, ff_glu=True)
     run.fit(
         Wrapped(AutoregressiveWrapper(TransformerWrapper(num_tokens=WORDS, max_seq_len=LENGTH, attn_layers=layers))),
         sentences(),

@@ -18,7 +18,7 @@ def whisper_layerdrop(run: Run) -> None:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=WORDS, d_model=64, encoder_layers=4, decoder_layers=4, encoder_attention_heads=4, decoder_attention_heads=4,
+        vocab_size=WORDS, d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=100, max_target_positions=32, num_mel_bins=40, encoder_layerdrop=0.3,
         decoder_layerdrop=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
@@ -34,7 +34,7 @@ def wav2vec_ctc(run: Run) -> None:
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
     config = Wav2Vec2Config(
-        vocab_size=WORDS, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, conv_dim=(32, 32, 32),
+        vocab_size=WORDS, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128, conv_dim=(32, 32, 32),
         conv_stride=(5, 4, 4), conv_kernel=(10, 8, 4), num_feat_extract_layers=3, num_conv_pos_embeddings=16, layerdrop=0.1,
         mask_time_length=4, ctc_loss_reduction="mean", pad_token_id=0,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def vit_averaged(run: Run) -> None:
             self.average.update(self.net)
 
     net = timm.create_model(
-        "vit_tiny_patch16_224", num_classes=5, img_size=64, patch_size=8, depth=6, patch_drop_rate=0.25
+        "vit_tiny_patch16_224", num_classes=5, img_size=64, patch_size=8, depth=4, patch_drop_rate=0.25
     )
     run.fit(Averaged(net), pictures(64))
 
@@ -260,7 +260,7 @@ def navit_packed(run: Run) -> None:
     from vit_pytorch.na_vit import NaViT
 
     net = NaViT(
-        image_size=64, patch_size=8, num_classes=5, dim=96, depth=4, heads=4, mlp_dim=192, token_dropout_prob=0.1
+        image_size=64, patch_size=8, num_classes=5, dim=96, depth=3, heads=4, mlp_dim=192, token_dropout_prob=0.1
     )
 
     class Packed(Task):

@@ -286,7 +286,11 @@ class Plans:
         try:
             solved = known or self._solve(profile)
         except BudgetError:
-            return None
+            # Costs that are measured may fit, but not into nothing, which is left where calls share what there is.
+            outcome = None if budget.available_bytes > 0 else self._outcome(profile)
+            if not isinstance(outcome, Plan):
+                return None
+            solved = outcome
         rough_seconds = 0.0 if is_close else _lost(solved, least)
         prepared = Prepared(profile, estimated=True, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         return self.use_plan(signature, prepared, solved)
