@@ -275,7 +275,9 @@ class PlannedForward:
             return signature, value, self.plans.prepare(signature, value)
         except ProfilerBusyError as error:
             self._source.on_busy(error)
-            return None
+        except ModelError as error:  # a stage does not run without those before it
+            self._source.on_unsupported(self.plans, error)
+        return None
 
     # ---------------------------------------------------------------- out of memory
 

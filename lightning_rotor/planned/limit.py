@@ -183,11 +183,14 @@ class Step:
         ]
         self.numbers = {call: number for call, number in self.numbers.items() if call.key.plans not in given_up}
 
-    def find(self, taken: Iterable[torch.Tensor]) -> None:
-        """Count the input of the first call that the step has made before a meter of the CPU could see it."""
+    def find(self, taken: Iterable[torch.Tensor], before_bytes: int) -> None:
+        """Count what the step has made before the first call, when no meter of the CPU could see it yet.
+
+        That is the input of the call, which stays for the backward, and all else as its dry run has counted it.
+        """
         batch = sizes_by_address(self.batch)
         made_bytes = sum(size for address, size in sizes_by_address(taken).items() if address not in batch)
-        self.missing = self.missing[0] + made_bytes, self.missing[1] + made_bytes
+        self.missing = self.missing[0] + max(made_bytes, before_bytes), self.missing[1] + made_bytes
 
     def learn_state(self, state_bytes: int) -> None:
         """The state of optimizers is known, now that they have stepped."""
@@ -694,12 +697,14 @@ class StepLimit:
         (budget, error), self.refused = self.refused, None
         highest = highest_of(step.as_later(phases))
         least_bytes, stage = error.minimum_bytes - budget.reserved_bytes, error.stage
-        if highest is not None and (rest_bytes := int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes) > 0:
+        needed_bytes = error.minimum_bytes  # and a little more, for measured anew, a chain may take some bytes more
+        if highest is not None and highest.peak_bytes * _UNEVEN > error.minimum_bytes:
             if is_final(highest):
                 self._go_beyond(self._final_error(highest))
                 return
-            budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else this step has taken")
-            stage = step.setter(highest)
+            needed_bytes, stage = max(needed_bytes, highest.peak_bytes), step.setter(highest)
+        rest_bytes = int(needed_bytes * _UNEVEN) - error.minimum_bytes
+        budget = budget.reduced_to(budget.available_bytes - rest_bytes, "what else steps take")
         self._go_beyond(self._or_final(budget.refusal(least_bytes, error, stage=stage)))
 
     def exceeded(self, highest: MeteredPhase, step: Step, *, spread_bytes: int) -> None:

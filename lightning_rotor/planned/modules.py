@@ -125,6 +125,11 @@ class PlannedModules:
         return self._search is not None and self._search.is_open
 
     @property
+    def made_before(self) -> int:
+        """Bytes that a step has made, and still holds, when it calls the first of them, as far as is known."""
+        return 0 if self._search is None else self._search.made_before([module.target.name for module in self])
+
+    @property
     def left_out(self) -> str:
         """Modules that are not planned, with their shares of a step's compute; empty if there are none."""
         if self._search is None:

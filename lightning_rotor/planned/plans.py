@@ -286,7 +286,11 @@ class Plans:
         try:
             solved = known or self._solve(profile)
         except BudgetError:
-            return None
+            # Costs that are measured may fit, but not into nothing, which is left where calls share what there is.
+            outcome = None if budget.available_bytes > 0 else self._outcome(profile)
+            if not isinstance(outcome, Plan):
+                return None
+            solved = outcome
         rough_seconds = 0.0 if is_close else _lost(solved, least)
         prepared = Prepared(profile, estimated=True, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         return self.use_plan(signature, prepared, solved)
@@ -306,7 +310,12 @@ class Plans:
         start = time.perf_counter()
         how = dict[str, Any](compiled=self._compiled, ranks=self._source.ranks, accumulating=self._source.accumulates)
         with measuring_progress(enabled=self._settings.show_progress) as progress:
-            profile = profile_chain(signature.cut.stages, value, progress=progress, **how)
+            try:
+                profile = profile_chain(signature.cut.stages, value, progress=progress, **how)
+            except (TypeError, AttributeError, KeyError) as error:
+                # Where the code itself is at fault, its real run says so next, or that of its parts.
+                name = type(signature.cut.module).__name__
+                raise ModelError(f"{name} cannot be measured stage by stage: {error}") from error
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED

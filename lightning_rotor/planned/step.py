@@ -85,6 +85,7 @@ class StepPlanner(BudgetSource):
         self._is_cautious = False  # the budget told last is not what there is
         self._is_joint = False  # calls of a step may be alive together
         self._most: MeteredPhase | None = None  # that a step has taken beyond the limit under the least plan
+        self._over_in_a_row = 0  # measured steps beyond the limit, of calls that share it
         self._awaits_step = False  # no plan keeps the limit, and gradients add up until an optimizer steps
         self._begun = 0  # steps
         self._draws = Draws()
@@ -210,11 +211,13 @@ class StepPlanner(BudgetSource):
         )
 
     def _close(self, step: Step) -> None:
-        """The first step has shown which modules it calls. One call alone is planned again, with all that is left."""
+        """The first step has shown which modules it calls.
+
+        One call alone runs as lean as it did once more: what is around it shows in the second step.
+        """
         step.leave_out(self.modules.close([call.key.name for call in step.numbers]))
         if len(step.numbers) == 1:
             step.is_shared = False
-            self.modules.unplan(lambda plan: False)
 
     def _compare_without_a_plan(self, step: Step) -> None:
         """The limit holds for steps in which nothing is planned, too."""
@@ -237,13 +240,14 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not is_final(phase))
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None and not step.is_first:
+            self._over_in_a_row = self._over_in_a_row + 1 if exceeds else 0
             self._learn_draw(step, highest.peak_bytes)
         self._paths.follow(step, phases, exceeds=exceeds)
         self.plan = self._paths.largest(step) or self.plan
         if not exceeds or step.is_first:
             return
         self._note_most(highest)
-        if not any(call.has_another_plan for call in step.numbers):
+        if not any(call.has_another_plan for call in step.numbers) or self._over_in_a_row >= _MOST_IN_A_ROW:
             self._exceeded(step)
 
     def _correct(self, step: Step, phases: Sequence[MeteredPhase]) -> None:
@@ -350,7 +354,7 @@ class StepPlanner(BudgetSource):
         if self._step is None:
             return
         if self._step.is_first and not self._step.numbers and self.loop.device().type == "cpu":
-            self._step.find(tensors_in(value))
+            self._step.find(tensors_in(value), self.modules.made_before)
         self.watch.mark(f"{INTO} {len(self._step.numbers)}")
 
     def on_run(self, plans: Plans, signature: Signature, prepared: Prepared, pending: ReferenceType[Pending]) -> None:
@@ -424,6 +428,7 @@ class StepPlanner(BudgetSource):
 
 
 _FIRST_SAMPLE, _SAMPLES_APART = 8, 1024
+_MOST_IN_A_ROW = 4  # where sizes change at every step, there is always another plan, and it may never be one that fits
 
 
 def is_sample_step(number: int) -> bool:

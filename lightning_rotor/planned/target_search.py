@@ -137,6 +137,11 @@ class TargetSearch:
             return sum(name in names for name in self._calls)
         return 0 if self._compute is None else sum(self._compute.calls[name] for name in names)
 
+    def made_before(self, names: Collection[str]) -> int:
+        """Bytes that a step has made, and still holds, when it calls the first of these modules, as far as known."""
+        known = {} if self._compute is None else self._compute.made_before
+        return next((size for name, size in known.items() if name in names), 0)
+
     @property
     def messages(self) -> dict[str, set[frozenset[int]]]:
         """Ranks of the processes with which submodules exchange messages in a step, as far as that is known."""
