@@ -8,13 +8,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 VERSIONS ?= .versions
+PROJECTS ?= .projects
 BIN := $(VENV)/bin
 
 # The environment is installed again when what it is made from changes, or when another checkout has used it since.
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
 
-.PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench format clean
+.PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench projects format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -57,7 +58,17 @@ test-versions: $(STAMP)
 	$(BIN)/python -m tests.compatibility run --environments $(VERSIONS)
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python -m benchmarks.planner
+
+# Programs of other packages, in an environment of their own (8 GB), made once. It goes on where it stopped; ARGS="--only NAME" and others.
+projects: $(PROJECTS)/.lightning-rotor
+	$(PROJECTS)/bin/python -m benchmarks.projects $(ARGS)
+
+$(PROJECTS)/.lightning-rotor: pyproject.toml constraints.txt benchmarks/project_programs/constraints.txt
+	@test -x $(PROJECTS)/bin/python || $(PYTHON) -m venv $(PROJECTS)
+	$(PROJECTS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --constraint benchmarks/project_programs/constraints.txt --editable '.[projects]'
+	@touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -66,7 +77,7 @@ format: $(STAMP)
 # Leaves the environment alone: VENV may not be ours to delete.
 clean:
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/*/output
-	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path ./.git -prune -o -path './$(VENV)' -prune -o -path './$(PROJECTS)' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 ifneq ($(strip $(shell cat $(STAMP) 2>/dev/null)),$(strip $(KEY)))
 .PHONY: $(STAMP)

@@ -1,7 +1,7 @@
 """Peaks of a training step on a GPU, predicted and measured: six models, two precisions, five budgets from all to the least.
 
-    python benchmarks/cuda_memory.py --out benchmarks/results/cuda_memory.md
-    python -m tests.cuda_device benchmarks/cuda_memory.py ...    on the simulated device
+    python -m benchmarks.cuda_memory --out benchmarks/results/cuda_memory.md
+    python -m tests.cuda_device -m benchmarks.cuda_memory ...    on the simulated device
 
 Bytes are those of ``torch.cuda.max_memory_allocated`` above what was there before the step, without the loss. What a block of more than 1 MiB
 leaves of a hole the caching allocator counts as allocated if it is less than 1 MiB; expandable segments have no such remains, so the
@@ -11,7 +11,6 @@ comparison runs with them.
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from lightning_rotor import Checkpointable, Schedule, simulate
 from lightning_rotor.planning import minimum_budget
@@ -177,7 +174,7 @@ def _main() -> None:
     lines = [
         f"# Peaks of a step on {torch.cuda.get_device_name()}",
         "",
-        f"torch {torch.__version__}. `python benchmarks/cuda_memory.py`: bytes above what was allocated before the step.",
+        f"torch {torch.__version__}. `python -m benchmarks.cuda_memory`: bytes above what was allocated before the step.",
         "",
         "| model | precision | limit | predicted | measured | difference | inside | same gradients |",
         "|---|---|---:|---:|---:|---:|---|---|",

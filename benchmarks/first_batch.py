@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.first_batch                    # writes benchmarks/results/first_batch.md
     OMP_NUM_THREADS=1 python -m benchmarks.first_batch gpt2 t5
-    OMP_NUM_THREADS=1 PYTHONPATH=WORKTREE:. python benchmarks/first_batch.py --before     # of another version: writes first_batch.json
+    OMP_NUM_THREADS=1 PYTHONPATH=WORKTREE:. python -m benchmarks.first_batch --before     # of another version: writes first_batch.json
 
 The workloads of :mod:`benchmarks.predictions` under half of what can be saved. The first batch is recorded, checked, measured, planned and trained
 on; the planner's kernel was compiled before, once for an installation. Binding is what a call like the last one takes until its plan is found:
@@ -119,7 +119,7 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for name in given.workloads or WORKLOADS:
-        command = [sys.executable, __file__, "--one", name]
+        command = [sys.executable, "-m", "benchmarks.first_batch", "--one", name]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             print(name, done.stderr.strip().splitlines()[-1], flush=True)

@@ -1,10 +1,10 @@
 """Memory against time: this package beside what people use today, on the same models in the same run.
 
-    python benchmarks/frontier.py                       all workloads; those with a result are skipped
-    python benchmarks/frontier.py gpt8 unet             some of them
-    python benchmarks/frontier.py --again gpt8          although there is a result
-    python benchmarks/frontier.py --device cuda         on a GPU, with batch sizes that fill more of it
-    python benchmarks/frontier.py --methods ours block  some of the methods only
+    python -m benchmarks.frontier                       all workloads; those with a result are skipped
+    python -m benchmarks.frontier gpt8 unet             some of them
+    python -m benchmarks.frontier --again gpt8          although there is a result
+    python -m benchmarks.frontier --device cuda         on a GPU, with batch sizes that fill more of it
+    python -m benchmarks.frontier --methods ours block  some of the methods only
 
 Both axes are ratios to plain eager PyTorch. The peak is the allocator's in one step that makes all gradients anew, above what is allocated
 before it (weights and inputs); the output is held, as by the variable of a training loop. Times, on the CPU the processor's, are taken in
@@ -55,7 +55,8 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-from frontier_report import OURS, finalists, picture, table
+
+from benchmarks.frontier_report import OURS, finalists, picture, table
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (1.0, 0.7, 0.5, 0.3, 0.1, 0.0)
@@ -79,7 +80,7 @@ BETWEEN = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 def main() -> None:
     """Run what is asked for, one subprocess each, and write the results after each."""
-    from frontier_workloads import KEEP_MEMORY, WORKLOADS
+    from benchmarks.frontier_workloads import KEEP_MEMORY, WORKLOADS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", choices=[*WORKLOADS, []], help="all by default")
@@ -121,7 +122,7 @@ def main() -> None:
     for name in options.workloads or WORKLOADS:
         if name in rows and not options.again:
             continue
-        command = [sys.executable, __file__, "--one", name, "--device", options.device]
+        command = [sys.executable, "-m", "benchmarks.frontier", "--one", name, "--device", options.device]
         command += ["--rounds", str(options.rounds), "--final-rounds", str(options.final_rounds)]
         command += ["--final-seconds", str(options.final_seconds)]
         command += ["--between", *map(str, options.between)]
@@ -151,7 +152,8 @@ def measure(
 ) -> dict[str, Any]:
     """All methods on one workload."""
     import torch
-    from frontier_workloads import WORKLOADS
+
+    from benchmarks.frontier_workloads import WORKLOADS
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -466,7 +468,7 @@ def by_milp(workload: Any, build: Callable[[], Any], plain: Callable[[], Any]) -
         return partial(checkpoint, forward, use_reentrant=False, context_fn=partial(contexts, policy))
 
     try:
-        from frontier_sac import contexts, policies
+        from benchmarks.frontier_sac import contexts, policies
 
         for setting, chosen in policies(build, lambda each: step(each, partial(each.net, *each.inputs)), SHARES):
             of_block = dict(zip(map(id, workload.blocks), chosen, strict=True))

@@ -53,7 +53,7 @@ def table(rows: dict[str, Any]) -> str:
     lines = [
         "# Memory against time",
         "",
-        f"{first['device']}, {first['machine'].partition(',')[0]}; torch {first['torch']}; `python benchmarks/frontier.py`. "
+        f"{first['device']}, {first['machine'].partition(',')[0]}; torch {first['torch']}; `python -m benchmarks.frontier`. "
         "Load: of the whole machine at the end of a run, which has one core.",
         "Peak and time are ratios to plain eager. *Ours*: the fastest of our points whose peak is at most that of the row, and with eager's bits",
         f"if the row has them; **slower** where it takes more than {NOISE:.0%} more of eager's time than the row does. Bits: gradients equal",

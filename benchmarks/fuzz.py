@@ -6,9 +6,10 @@
     python -m benchmarks.fuzz --only 17 --shrink      one program of seed 0, made simpler if it fails
     python -m benchmarks.fuzz --text "Program(body=(linear, relu), limit=0.3)"
 
-benchmarks/fuzz_programs.py has the grammar. A program is trained twice from equal seeds, plainly and under a limit, and everything that user
-code can see is written down in order: losses, gradients, weights, buffers, optimizer state, metrics, generators, records of hooks,
-attributes, flags. What measuring reads from the clock is drawn from the seed, so that plans differ between programs and not between runs.
+fuzz_programs.py, fuzz_kinds.py and fuzz_objects.py have the grammar. A program is trained twice from equal seeds, plainly and under a limit,
+and everything that user code can see is written down in order: losses, gradients, weights, buffers, optimizer state, metrics, generators,
+records of hooks, attributes, flags. Peaks of whole steps are compared with the limit, from the second step on. What measuring reads from the
+clock is drawn from the seed, so that plans differ between programs and not between runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import multiprocessing
 import operator
 import os
 import platform
+import queue
 import random
 import re
 import signal
@@ -34,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -48,11 +50,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import lightning.pytorch as L
 import numpy as np
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
-from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, parse
-from lightning_rotor import Checkpointable, RotorCallback, RotorError, RotorWarning, Schedule, is_recomputing, simulate
+from benchmarks.fuzz_objects import Prefetched
+from benchmarks.fuzz_programs import (
+    HOOKS,
+    Net,
+    Node,
+    Program,
+    UserError,
+    batches,
+    draw,
+    legal,
+    loader,
+    parse,
+)
+from benchmarks.gloo_processes import Failure, Processes
+from benchmarks.random_chains import random_schedule
+from lightning_rotor import (
+    BudgetError,
+    Checkpointable,
+    RotorCallback,
+    RotorError,
+    RotorWarning,
+    Schedule,
+    is_recomputing,
+    simulate,
+)
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
@@ -61,7 +89,6 @@ from lightning_rotor.profiling import options as timing
 from lightning_rotor.profiling.meters import CpuMeter, Recording
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
-from tests.strategies import random_schedule
 
 TIME_LIMIT = 600  # seconds of a program, on a machine that others use
 PRECISIONS = {"bf16-mixed", "64-true", "bf16-true"}
@@ -70,13 +97,18 @@ ENOUGH = 8 * 2**30
 # -------------------------------------------------------------------------------------------------------- what is seen
 
 _WHILE_TRAINING = {"forward", "log", "_lightning_rotor"}
-_OWN = {"program", "note", "input", "net", "collected", "split"}  # what the fuzzer needs in a model
+_OWN = {"program", "note", "input", "net", "collected", "split", "changes"}  # what the fuzzer needs in a model
 _OF_MODULES = {*vars(nn.Module()), *vars(L.LightningModule()), *_WHILE_TRAINING, *_OWN}
 
 
 def plain(value: Any) -> Any:
     """A copy that ``==`` compares to the bit."""
     match value:
+        case torch.Tensor() if value.layout == torch.sparse_coo:
+            value = value.detach().coalesce()
+            return tuple(value.shape), plain(value.indices()), plain(value.values())
+        case torch.Tensor() if is_traceable_wrapper_subclass(value):
+            return type(value).__name__, plain([getattr(value, name) for name in value.__tensor_flatten__()[0]])
         case torch.Tensor():
             bits = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             return str(value.dtype), tuple(value.shape), bits
@@ -86,7 +118,10 @@ def plain(value: Any) -> Any:
             return hash(value.getstate())
         case dict():
             return tuple((key, plain(each)) for key, each in value.items())
-        case list() | tuple() | deque():
+        case list() | tuple():  # whose own methods may raise
+            kind = list if isinstance(value, list) else tuple
+            return tuple(map(plain, kind.__iter__(value)))
+        case deque():
             return tuple(map(plain, value))
         case float():
             return repr(value)
@@ -94,7 +129,7 @@ def plain(value: Any) -> Any:
             return value
         case _:
             own = getattr(value, "__dict__", None)
-            known = type(value).__module__ == Program.__module__
+            known = type(value).__module__.startswith("benchmarks.fuzz")
             return type(value).__name__, plain(own) if own and known else ""
 
 
@@ -133,6 +168,7 @@ class Seen:
     remote: bool = False  # some of the model is on other processes
     marking: bool = True
     of_all: list[Any] = field(default_factory=list)  # notes of a hook on all modules
+    loader: Any = None
 
     def watch(self, net: Net) -> None:
         self.net, self.modules = net, list(net.named_modules())
@@ -169,6 +205,8 @@ class Seen:
 
     def step_is_over(self, loss: Any, metrics: Any, optimizers: list[torch.optim.Optimizer]) -> None:
         assert self.net is not None
+        if isinstance(self.loader, Prefetched):
+            self.loader.settle()
         self.events += [("loss", plain(loss)), ("metrics", plain(metrics))]
         if self.remote:
             return
@@ -195,22 +233,50 @@ class Run:
     error: BaseException | None = None
     recomputed: int = 0
     warnings: list[str] = field(default_factory=list)
-    silently_over: bool = False
+    over: list[Over] = field(default_factory=list)
+    limit_bytes: int = 0
     trace: str = ""
 
 
-class Library:
-    """How a program uses the library: the plain run has none."""
+@dataclass
+class Over:
+    """A step behind the first one that took more than the limit, and what became of its plan."""
 
-    def __init__(self, program: Program) -> None:
+    step: int
+    peak_bytes: int
+    limit_bytes: int
+    plan: Any
+    answer: str = "none"  # another plan; or unknown, for no step followed
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.peak_bytes} of {self.limit_bytes}, answer: {self.answer}"
+
+
+def has_trainer(program: Program) -> bool:
+    return program.way in ("callback", "pipeline") or program.has("ddp")
+
+
+class Library:
+    """How a program uses the library: the plain run has none.
+
+    Args:
+        program: What it is for.
+        limit_bytes: The limit, where it is not to follow from what is measured.
+    """
+
+    def __init__(self, program: Program, limit_bytes: int | None = None) -> None:
         self.program, self.recomputed, self.callbacks = program, 0, []
+        self.limit_bytes, self.wanted_bytes = limit_bytes, 0
+        self.over: list[Over] = []
 
     def wrap(self, net: Net) -> None:
-        if self.program.way == "checkpointable":
+        if not has_trainer(self.program):
             net.body = Limited(net.body, self)
+            if self.program.has("side"):
+                net.side = Limited(net.side, self)
 
     def callback(self) -> list[L.Callback]:
-        if self.program.way != "callback":
+        if self.program.way == "pipeline":
             return []
         self.callbacks.append(LimitedCallback(self))
         return self.callbacks[-1:]
@@ -219,6 +285,27 @@ class Library:
         """Whether it recomputes."""
         plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
         self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
+
+    def follow(self, number: int) -> None:
+        """Compare the peak of a whole step with the limit, if it was measured."""
+        if self.program.limit is None or not self.callbacks:
+            return
+        planner = self.callbacks[-1]._planner
+        for each in self.over:
+            if each.answer == "unknown" and number == each.step + 1:
+                each.answer = "none" if planner.plan is each.plan else "another plan"
+        watch, limit_bytes = planner.watch, planner.limit.size_bytes
+        is_new = bool(watch.phases) and watch.phases is not self._phases
+        self._phases = watch.phases
+        if is_new and number and watch.peak_bytes > limit_bytes > 0:
+            self.over.append(Over(number, watch.peak_bytes, limit_bytes, planner.plan, "unknown"))
+
+    _phases: Any = None
+
+    def chosen(self, profile: Profile, budget: Budget, reserved_bytes: int = 0) -> int:
+        """The limit."""
+        self.wanted_bytes = self.wanted_bytes or min(self.budget(profile, budget) + reserved_bytes, ENOUGH)
+        return self.limit_bytes or self.wanted_bytes
 
     def left_to_chance(self, budget: Budget) -> Budget:
         """Leave the planning to chance, if the program says so."""
@@ -265,7 +352,7 @@ class Limited(Checkpointable):
 
         def budget(name: str, profile: Profile) -> Budget:
             if limit.limit is None:
-                limit.limit = MemoryLimit(size_bytes=library.budget(profile, Budget(ENOUGH)))
+                limit.limit = MemoryLimit(size_bytes=library.chosen(profile, Budget(ENOUGH)))
             return library.left_to_chance(whole(name, profile))
 
         limit.budget = budget
@@ -277,7 +364,8 @@ class LimitedCallback(RotorCallback):
     def __init__(self, library: Library) -> None:
         has = library.program.has
         self.library = library
-        super().__init__(ENOUGH, None if has("unnamed") else "" if has("whole") else "body", show_table=False)
+        named = "" if has("whole") else ["body", "side"] if has("side") else "body"
+        super().__init__(ENOUGH, None if has("unnamed") else named, show_table=False)
 
     def _attach(self, trainer: L.Trainer, model: L.LightningModule) -> None:
         super()._attach(trainer, model)
@@ -287,7 +375,7 @@ class LimitedCallback(RotorCallback):
         def budget(name: str, profile: Profile) -> Budget:
             allowed = whole(name, profile)
             if not chosen:
-                chosen.append(min(library.budget(profile, allowed) + allowed.reserved_bytes, ENOUGH))
+                chosen.append(library.chosen(profile, allowed, allowed.reserved_bytes))
                 planner.limit._limit = MemoryLimit(size_bytes=chosen[0])
                 allowed = whole(name, profile)
             return library.left_to_chance(allowed)
@@ -313,6 +401,7 @@ class Watcher(L.Callback):
         self.seen.step_is_over(loss, dict(trainer.callback_metrics), trainer.optimizers)
         if self.library is not None:
             self.library.look(net)
+            self.library.follow(batch_idx)
         after_step(net, batch_idx)
         if net.program.has("resume") and batch_idx == 0:
             trainer.save_checkpoint(f"{self.folder}/half.ckpt")
@@ -325,6 +414,8 @@ def before_step(net: Net, number: int, seen: Seen) -> None:
     """What programs do between steps."""
     if number == 1 and net.program.has("thaw"):
         net.body.requires_grad_(True)
+    for change in net.changes:
+        change(number)
     if number == 1 and net.program.has("late_hook"):
         leaf = next(each for name, each in seen.modules if name.startswith("body.") and not list(each.children()))
         leaf.register_forward_hook(HOOKS_LATER[net.program.seed % 2](net))
@@ -359,6 +450,9 @@ def fit(
         mode = "always" if program.has("always") else "rotor"
         strategy = RotorPipelineStrategy("body", "auto", micro_batches(program), schedule, mode)
         options = {"strategy": strategy, "devices": 2}
+    elif program.has("ddp"):
+        strategy = DDPStrategy(find_unused_parameters=True)
+        options = {"strategy": strategy, "devices": dist.get_world_size(), "use_distributed_sampler": False}
     elif program.way == "pipeline":
         net.split = micro_batches(program)
     trainer = L.Trainer(
@@ -369,7 +463,9 @@ def fit(
         callbacks=[*([] if library is None else library.callback()), Watcher(seen, library, folder)],
     )  # fmt: skip
     data = batches(program)
-    training, validation = DataLoader(data, batch_size=None), DataLoader(data[:1], batch_size=None)
+    seen.loader = loader(program, data)
+    training = seen.loader if isinstance(seen.loader, Prefetched) else DataLoader(data, batch_size=None)
+    validation = DataLoader(data[:1], batch_size=None)
     trainer.fit(net, training, validation, ckpt_path=checkpoint, weights_only=False)
 
 
@@ -381,29 +477,45 @@ def loop(program: Program, net: Net, seen: Seen, library: Library | None, first:
     """Without a Trainer."""
     if program.has("64-true", "bf16-true"):
         net.to(torch.float64 if program.has("64-true") else torch.bfloat16)
-    optimizer = net.optimizer(net.parameters())
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizers = net.optimizers_of_a_loop()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
     if state is not None:
-        optimizer.load_state_dict(state)
-    data = batches(program)
+        for optimizer, its_own in zip(optimizers, state, strict=True):
+            optimizer.load_state_dict(its_own)
+    seen.loader = loader(program, batches(program))
     every = 2 if program.has("accumulate") else 1
-    for number, batch in list(enumerate(data))[first:]:
+    for number, batch in enumerate(seen.loader):
+        if number < first:
+            continue
         before_step(net, number, seen)
-        with torch.autocast("cpu", torch.bfloat16) if program.has("bf16-mixed") else nullcontext():
-            loss = net.loss(batch, number)
-        with torch.autograd.detect_anomaly(check_nan=False) if program.has("anomaly") else nullcontext():
-            (loss / every).backward(retain_graph=program.has("retain"))
-            if program.has("retain"):
-                loss.backward()
-        if (number + 1) % every == 0 or number + 1 == len(data):
+
+        def backward(batch: torch.Tensor = batch, number: int = number) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16) if program.has("bf16-mixed") else nullcontext():
+                loss = net.loss(batch, number)
+            with torch.autograd.detect_anomaly(check_nan=False) if program.has("anomaly") else nullcontext():
+                (loss / every).backward(retain_graph=program.has("retain"))
+                if program.has("retain"):
+                    loss.backward()
+            return loss
+
+        def closure() -> torch.Tensor:
+            optimizers[0].zero_grad()
+            loss = backward()
+            seen.note("loss of a closure", loss)
+            return loss
+
+        loss = optimizers[0].step(closure) if program.has("lbfgs") else backward()
+        if (number + 1) % every == 0 or number + 1 == program.steps:
             seen.note("gradients")
             if program.has("clip"):
                 nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in [] if program.has("lbfgs") else optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             if program.has("schedule"):
                 schedule.step()
-        seen.step_is_over(loss, {}, [optimizer])
+        seen.step_is_over(loss, {}, optimizers)
         if library is not None:
             library.look(net)
         after_step(net, number)
@@ -413,7 +525,7 @@ def loop(program: Program, net: Net, seen: Seen, library: Library | None, first:
                 net.validation_step(batch, number)
             net.train()
         if program.has("resume") and number == 0 and not first:
-            return copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            return copy.deepcopy((net.state_dict(), [each.state_dict() for each in optimizers]))
     return None
 
 
@@ -423,7 +535,7 @@ def session(program: Program, seen: Seen, library: Library | None, folder: str) 
     seen.watch(net)
     if library is not None:
         library.wrap(net)
-    train = program.way != "checkpointable"
+    train = has_trainer(program)
     first: Any = None
     with suppress(UserError):
         first = fit(program, net, seen, library, folder) if train else loop(program, net, seen, library)
@@ -456,7 +568,7 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
         hooks.append(nn.modules.module.register_module_forward_hook(partial(_note_outputs, seen.of_all)))
     with warnings.catch_warnings(record=True) as caught, ExitStack() as patches:
         warnings.simplefilter("always")
-        if program.way != "pipeline":  # where processes meet, time goes by
+        if program.way not in ("pipeline", "processes"):  # where processes meet, time goes by
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
             patches.enter_context(patch.object(meters, "_CpuRecording", MarksAlone))
@@ -475,10 +587,10 @@ def _note_outputs(notes: list[Any], module: nn.Module, x: Any, y: Any) -> None:
         notes.append(y.detach().float().sum())
 
 
-def run(program: Program, *, with_library: bool, remote: bool = False) -> Run:
-    """Train a program."""
+def run(program: Program, *, with_library: bool, remote: bool = False, limit_bytes: int | None = None) -> Run:
+    """Train a program, within a limit that follows from what is measured if none is given."""
     done = Run(Seen(remote=remote, marking=not with_library))
-    library = Library(program) if with_library else None
+    library = Library(program, limit_bytes) if with_library else None
     place = tempfile.TemporaryDirectory() if program.has("resume") else nullcontext("")
     with surroundings(program, done.seen) as caught, place as folder:
         try:
@@ -488,8 +600,9 @@ def run(program: Program, *, with_library: bool, remote: bool = False) -> Run:
     done.warnings = [f"{each.category.__name__}: {each.message}" for each in caught]
     if library is not None:
         done.recomputed = library.recomputed
-        over = any((each.measured_peak_bytes or 0) > each.budget_bytes > 0 for each in library.callbacks)
-        done.silently_over = over and not any(each.category is RotorWarning for each in caught)
+        said = any(each.category is RotorWarning and "more than mem_limit" in str(each.message) for each in caught)
+        done.over = [] if said or done.error is not None else library.over
+        done.limit_bytes = library.wanted_bytes
     return done
 
 
@@ -505,8 +618,14 @@ class Verdict:
     recomputed: int = 0
     steps_before: int = 0
     warnings: tuple[str, ...] = ()
-    silently_over: bool = False
+    over: tuple[str, ...] = ()
+    attempts: int = 1  # the second one within the minimum that the first named, and so on
     trace: str = ""
+
+    @property
+    def silently_over(self) -> bool:
+        """True if a step took more than the limit, and nobody said or did anything."""
+        return any("answer: none" in each for each in self.over)
 
     @property
     def failed(self) -> bool:
@@ -517,13 +636,34 @@ def judge(program: Program) -> Verdict:
     """Run a program both ways and compare."""
     if program.way == "pipeline":
         return judge_pipeline(program)
-    plainly = run(program, with_library=False)
-    planned = run(program, with_library=True)
-    verdict = compared(plainly, planned)
+    if program.way == "processes":
+        return judge_processes(program)
+    return within_a_limit(program, run(program, with_library=False))
+
+
+_MOST_ATTEMPTS = 3
+
+
+def within_a_limit(
+    program: Program, plainly: Run, limit_bytes: int | None = None, told_by_all: Callable[[int], int] = int
+) -> Verdict:
+    """Train within the limit; where it is refused, again within the minimum that the error names, which then is one."""
+    for attempt in range(_MOST_ATTEMPTS):
+        planned = run(program, with_library=True, limit_bytes=limit_bytes)
+        verdict = compared(plainly, planned)
+        is_named = verdict.kind == "refused" and isinstance(planned.error, BudgetError) and program.limit != -0.1
+        limit_bytes = told_by_all(planned.error.minimum_bytes if is_named else 0)
+        if not limit_bytes or attempt + 1 == _MOST_ATTEMPTS:
+            break
+    return replace(with_notes(verdict, plainly, planned), attempts=attempt + 1)
+
+
+def with_notes(verdict: Verdict, plainly: Run, planned: Run) -> Verdict:
+    """The verdict, with what else the second run has shown."""
     known = {each.split(": ")[0] + each[-30:] for each in plainly.warnings}
     new = {each[:110] for each in planned.warnings if each.split(": ")[0] + each[-30:] not in known}
     return replace(
-        verdict, recomputed=planned.recomputed, warnings=tuple(sorted(new)), silently_over=planned.silently_over
+        verdict, recomputed=planned.recomputed, warnings=tuple(sorted(new)), over=tuple(map(str, planned.over))
     )
 
 
@@ -591,14 +731,21 @@ def short(text: str) -> str:
 _PROCESSES: list[Any] = []
 
 
+def in_processes(job: Any, text: str) -> list[Any]:
+    """What a function gives for a program in each of two processes."""
+    if not _PROCESSES:
+        _PROCESSES.append(Processes(2, preload=["benchmarks.fuzz"]))
+    try:
+        return _PROCESSES[0].run(2, job, text)
+    except queue.Empty:
+        _PROCESSES.pop().close()  # which wait for each other
+        raise TimeoutError("two processes wait for each other") from None
+
+
 def judge_pipeline(program: Program) -> Verdict:
     """On two processes, against one that runs the same micro-batches one after the other."""
-    from tests.pipelines import Failure, Processes
-
     plainly = run(program, with_library=False)
-    if not _PROCESSES:
-        _PROCESSES.append(Processes(2))
-    for found in _PROCESSES[0].run(2, piped, repr(program)):
+    for found in in_processes(piped, repr(program)):
         if isinstance(found, Failure):
             return Verdict("crash", short(f"{found.kind}: {found.message}"), trace=found.text)
         events, kind, message, trace, typed = found
@@ -625,6 +772,43 @@ def piped(rank: int, text: str) -> Any:
     error = done.error
     kind = "" if error is None else type(error).__name__
     return done.seen.events, kind, str(error), done.trace, isinstance(error, RotorError)
+
+
+def judge_processes(program: Program) -> Verdict:
+    """On two processes that exchange messages; each trains plainly, with room for all, and within a limit that is the same for both."""
+    try:
+        answers = in_processes(both_ways, repr(program))
+    except TimeoutError as error:
+        return Verdict("hang", str(error))
+    for answer in answers:
+        if isinstance(answer, Failure):
+            return Verdict("crash", short(f"{answer.kind}: {answer.message}"), trace=answer.text)
+    verdicts = [Verdict(**answer) for answer in answers]
+    bad = [verdict for verdict in verdicts if verdict.failed]
+    refused = [verdict for verdict in verdicts if verdict.kind == "refused"]
+    return (bad or refused or verdicts)[0]
+
+
+def both_ways(rank: int, text: str) -> dict[str, Any]:
+    """The verdict of one process."""
+    prepare()
+    program = parse(text)
+    plainly = run(program, with_library=False)
+    planned = run(program, with_library=True, limit_bytes=ENOUGH)
+    verdict = compared(plainly, planned)
+    known: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(known, (verdict.kind, planned.limit_bytes))
+    if any(kind != "equal" for kind, _ in known):
+        return asdict(with_notes(verdict, plainly, planned))
+    limit_bytes = max(limit for _, limit in known) or None
+    return asdict(within_a_limit(program, plainly, limit_bytes, most_of_all))
+
+
+def most_of_all(value: int) -> int:
+    """The largest number of all processes."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return max(told)
 
 
 # ----------------------------------------------------------------------------------------------------------- shrinking
@@ -666,7 +850,8 @@ def shrunk(program: Program, verdict: Verdict, seconds: float = 60) -> tuple[Pro
                 continue
             tried.add(candidate)
             found = judge(candidate)
-            if found.kind == verdict.kind and found.reason.split(":")[0] == verdict.reason.split(":")[0]:
+            same = found.kind == verdict.kind and found.silently_over == verdict.silently_over
+            if same and found.reason.split(":")[0] == verdict.reason.split(":")[0]:
                 program, verdict, progress = candidate, found, True
                 break
     return program, verdict
@@ -778,6 +963,7 @@ def report(done: list[dict[str, Any]], seed: int, command: str) -> str:
     kinds = Counter(each["kind"] for each in done)
     failures = [each for each in done if Verdict(each["kind"]).failed]
     recomputing = sum(each["recomputed"] > 0 for each in done)
+    named = sum(each["attempts"] > 1 for each in done)
     late = sum(each["kind"] == "refused" and each["steps_before"] > 0 for each in done)
     programs = [parse(each["program"]) for each in done]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
@@ -792,6 +978,8 @@ def report(done: list[dict[str, Any]], seed: int, command: str) -> str:
         "| programs | equal to the bit | refused | failing in plain training, too | different |",
         "|---:|---:|---:|---:|---:|",
         f"| {len(done):,} | {kinds['equal']:,} | {kinds['refused']} ({share}) | {kinds['invalid']} | {len(failures)} |",
+        "",
+        f"{named} were refused at first, at a limit chosen too low; what is counted is training within the minimum that the error named.",
         "",
         f"{recomputing:,} of them ({recomputing / len(done):.0%}) recomputed something. {late} of the refused ones were refused in a later "
         "step, with the weights and attributes of plain training at that moment; the others before any weight had changed. Pipelines with several "
@@ -821,8 +1009,16 @@ def report(done: list[dict[str, Any]], seed: int, command: str) -> str:
     foreign = Counter(warning for each in done for warning in {_head(text) for text in each["warnings"]})
     lines += ["", "## Warnings that plain training does not give", "", "| programs | warning |", "|---:|---|"]
     lines += [f"| {count} | {warning.replace('|', '/')} |" for warning, count in foreign.most_common(20)]
-    over = sum(each["silently_over"] for each in done)
-    return "\n".join([*lines, "", f"Measured peaks above the limit without a warning: {over} programs.", ""])
+    over = [each for each in done if each["over"]]
+    silent = [each for each in over if Verdict("equal", over=tuple(each["over"])).silently_over]
+    lines += ["", "## Steps above the limit, of the second and later ones", ""]
+    lines += [
+        f"In {len(over)} programs, without an error or a warning; {len(silent)} of them went on under the same plan."
+    ]
+    if silent:
+        lines += ["", "| number | what | program |", "|---:|---|---|"]
+        lines += [f"| {each['number']} | {'; '.join(each['over'])} | `{each['program']}` |" for each in silent]
+    return "\n".join([*lines, ""])
 
 
 def _limit_name(limit: float | None) -> str:
@@ -858,7 +1054,7 @@ def main() -> int:
         program = parse(asked.text) if asked.text else draw(asked.seed, asked.only)
         verdict = judge(program)
         print(program, verdict, verdict.trace, sep="\n")
-        if asked.shrink and verdict.failed:
+        if asked.shrink and (verdict.failed or verdict.silently_over):
             program, verdict = shrunk(program, verdict)
             print("shrunk to", program, verdict, verdict.trace, sep="\n")
         for each in _PROCESSES:

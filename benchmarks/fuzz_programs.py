@@ -1,534 +1,52 @@
-# ruff: noqa: D101, D102, D103  (tables of small things whose names say what they are)
-"""What the fuzzer draws from: layers, hooks and habits of users, each a few lines of a table.
+# ruff: noqa: D102  (tables of small things whose names say what they are)
+"""What the fuzzer draws: habits of users, each a few lines of a table, and models with their training steps.
 
 A program is data. It is drawn from a seed and a number, its text is Python that makes it again, and :class:`Net` is built from it, the same each
 time::
 
     Program(body=(linear, residual(linear, relu_), append_hook(dropout)), style="traced", limit=0.3, features=("adamw", "two_calls"))
 
-A new layer is an entry of ``KINDS``, a new habit an entry of ``FEATURES`` and the line of code that follows it.
+A new layer is an entry of ``KINDS`` (benchmarks/fuzz_kinds.py), a new habit an entry of ``FEATURES`` and the line of code that follows it.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_map_only
 from torchmetrics import MeanMetric
 
-# ---------------------------------------------------------------------------------------------------------------- data
+from benchmarks.fuzz_kinds import HOOKS, KINDS, Build, Node, Program, parse
+from benchmarks.fuzz_objects import CARRIERS, DRAWS, GLOBALS, SENDERS, WRAPPERS, Carrier, Prefetched, Tagged
 
-
-@dataclass(frozen=True)
-class Node:
-    """A layer, or something around layers."""
-
-    kind: str
-    inner: tuple[Node, ...] = ()
-
-    def __call__(self, *inner: Node) -> Node:
-        return Node(self.kind, inner)
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({', '.join(map(repr, self.inner))})" if self.inner else self.kind
-
-    def walk(self) -> Iterator[Node]:
-        yield self
-        for node in self.inner:
-            yield from node.walk()
-
-
-@dataclass(frozen=True)
-class Program:
-    """A model and a loop.
-
-    Attributes:
-        limit: 0 for the least that a plan can do with, 1 for keeping all, more for more than enough, less for less than the least; None for
-            schedules that chance makes rather than the planner.
-    """
-
-    body: tuple[Node, ...]
-    way: str = "checkpointable"  # callback, checkpointable, pipeline
-    style: str = "sequential"  # traced, recorded
-    family: str = "rows"  # sequence, image
-    limit: float | None = 0.0
-    features: tuple[str, ...] = ()
-    width: int = 8
-    batch: int = 4
-    steps: int = 2
-    seed: int = 0
-
-    def __repr__(self) -> str:
-        given = [field for field in fields(self) if field.name == "body" or getattr(self, field.name) != field.default]
-        return f"Program({', '.join(f'{field.name}={getattr(self, field.name)!r}' for field in given)})"
-
-    def has(self, *features: str) -> bool:
-        return any(feature in self.features for feature in features)
-
-    def kinds(self) -> set[str]:
-        return {node.kind for each in self.body for node in each.walk()}
-
-
-class _Names(dict[str, Any]):
-    def __missing__(self, name: str) -> Node:
-        if name not in KINDS:
-            raise KeyError(name)
-        return Node(name)
-
-
-def parse(text: str) -> Program:
-    """The program of a text."""
-    return eval(text, {"__builtins__": {}}, _Names(Program=Program))
-
-
-# -------------------------------------------------------------------------------------------------------------- layers
-
-
-@dataclass
-class Build:
-    """What the layers of one model have in common."""
-
-    program: Program
-    records: list[Any]  # of hooks
-    collected: list[torch.Tensor]  # by hooks, for the loss
-    net: list[L.LightningModule]
-    states: list[Any]  # that hooks have
-    latest: nn.Module | None = None  # that has a weight
-
-    @property
-    def width(self) -> int:
-        return self.program.width
-
-    def state(self, hook: Any) -> Any:
-        """The hook, whose attributes are looked at."""
-        self.states.append(hook)
-        return hook
-
-    def projection(self, bias: bool = True) -> nn.Module:
-        if self.program.family == "image":
-            return nn.Conv2d(self.width, self.width, 3, padding=1, bias=bias)
-        return nn.Linear(self.width, self.width, bias=bias)
-
-
-@dataclass(frozen=True)
-class Kind:
-    make: Callable[..., nn.Module]
-    weight: float
-    families: str
-    inner: int  # 0: none; 1: a row of layers; 2: two of them
-
-
-KINDS: dict[str, Kind] = {}
-
-
-def kind(name: str, weight: float = 1.0, families: str = "rsi", inner: int = 0) -> Callable[[Any], Any]:
-    """Enter a function or class that takes a :class:`Build` and the modules inside."""
-
-    def enter(make: Any) -> Any:
-        KINDS[name] = Kind(make, weight, families, inner)
-        return make
-
-    return enter
-
-
-@kind("linear", 10)
-def _linear(build: Build) -> nn.Module:
-    build.latest = build.projection()
-    return build.latest
-
-
-STOCK: dict[str, tuple[float, str, Callable[[Build], nn.Module]]] = {
-    "no_bias": (1, "rsi", lambda b: b.projection(bias=False)),
-    "norm": (2, "rs", lambda b: nn.LayerNorm(b.width)),
-    "group_norm": (1, "i", lambda b: nn.GroupNorm(2, b.width)),
-    "batch_norm": (3, "ri", lambda b: (nn.BatchNorm2d if b.program.family == "image" else nn.BatchNorm1d)(b.width)),
-    "relu": (2, "rsi", lambda b: nn.ReLU()),
-    "relu_": (2, "rsi", lambda b: nn.ReLU(inplace=True)),
-    "silu_": (1, "rsi", lambda b: nn.SiLU(inplace=True)),
-    "gelu": (2, "rsi", lambda b: nn.GELU()),
-    "tanh": (2, "rsi", lambda b: nn.Tanh()),
-    "prelu": (1, "rsi", lambda b: nn.PReLU()),
-    "softmax": (1, "rs", lambda b: nn.Softmax(-1)),
-    "dropout": (3, "rsi", lambda b: nn.Dropout(0.2)),
-    "dropout_": (1, "rsi", lambda b: nn.Dropout(0.2, inplace=True)),
-    "alpha_dropout": (1, "rsi", lambda b: nn.AlphaDropout(0.2)),
-    "identity": (0.5, "rsi", lambda b: nn.Identity()),
-    "pool": (1, "i", lambda b: nn.MaxPool2d(3, 1, 1)),
-    "spectral": (0.5, "rs", lambda b: spectral_norm(b.projection())),
-    "weight_norm": (0.5, "rs", lambda b: weight_norm(b.projection())),
-    "transformer": (1, "s", lambda b: nn.TransformerEncoderLayer(b.width, 2, 2 * b.width, 0.1, batch_first=True)),
-}
-for _name, (_weight, _families, _make) in STOCK.items():
-    kind(_name, _weight, _families)(_make)
-
-
-def _drop_path(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x if self.training and random.random() < 0.3 else x * 0.9
-
-
-def _normalized(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        mean, deviation = x.mean(), x.std() + 1
-    return (x - mean) / deviation
-
-
-def _by_value(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x * 0.5 if x.mean() > 0 else x.sin()
-
-
-def _numpy_noise(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + float(np.random.normal()) * 0.1  # noqa: NPY002
-
-
-def _gated(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    left, right = torch.cat([x, x.cos()], 1).chunk(2, 1)
-    return left * right
-
-
-FORWARDS: dict[str, tuple[float, Callable[..., torch.Tensor]]] = {
-    "add_": (1, lambda self, x: (x * 2).add_(1)),
-    "clone_mul_": (1, lambda self, x: x.clone().mul_(0.5)),
-    "view": (1, lambda self, x: x.flatten(1)),
-    "detach_mix": (1, lambda self, x: x + 0.1 * x.detach()),
-    "noise": (2, lambda self, x: x + 0.1 * torch.randn_like(x)),
-    "bernoulli": (1, lambda self, x: x * torch.empty_like(x).bernoulli_(0.8)),
-    "python_noise": (1, lambda self, x: x * (1 + 0.1 * random.random())),
-    "numpy_noise": (1, _numpy_noise),
-    "drop_path": (1, _drop_path),
-    "normalized": (1, _normalized),
-    "by_value": (0.7, _by_value),
-    "by_shape": (0.5, lambda self, x: x * 0.5 if x.shape[0] > 4 else x.sin()),
-    "gated": (1, _gated),
-}
-FORWARDS["view"] = (1, lambda self, x: x.flatten(1).view(x.shape))
-
-
-def _of_forward(name: str, forward: Callable[..., torch.Tensor]) -> Callable[[Build], nn.Module]:
-    made = type(name.title().replace("_", ""), (nn.Module,), {"forward": forward, "__module__": __name__})
-    return lambda build: made()
-
-
-for _name, (_weight, _forward) in FORWARDS.items():
-    kind(_name, _weight)(_of_forward(_name, _forward))
-
-
-class Square(torch.autograd.Function):
-    """A function of the user's, which remembers its input in one of two ways."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x * 0.1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * ctx.saved_tensors[0] * 0.2
-
-
-@kind("function")
-class _Function(nn.Module):
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Square.apply(x)
-
-
-# ------------------------------------------------------------------------------------ layers that remember something
-
-
-class Remembering(nn.Module):
-    """A layer with what its class says in ``start``."""
-
-    def __init__(self, build: Build) -> None:
-        super().__init__()
-        self.start(build)
-
-
-def remembering(name: str, weight: float = 1.0) -> Callable[[type], type]:
-    """Enter a class with ``start`` and ``forward``."""
-    return lambda cls: kind(name, weight)(type(cls.__name__, (cls, Remembering), {"__module__": __name__}))
-
-
-@remembering("counter")
-class _Counter:
-    def start(self, build: Build) -> None:
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x.sin()
-
-
-@remembering("growing_list")
-class _GrowingList:
-    def start(self, build: Build) -> None:
-        self.means: list[torch.Tensor] = []
-        self.last = deque(maxlen=3)
-        self.stats = {"calls": 0, "inner": {"sums": []}}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.means.append(x.detach().mean())
-        self.last.append(x.shape[0])
-        self.stats["calls"] += 1
-        self.stats["inner"]["sums"].append(float(x.detach().sum()))
-        return x.cos()
-
-
-@remembering("uses_count", 0.7)
-class _UsesCount:
-    def start(self, build: Build) -> None:
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * (1 + 0.01 * self.calls)
-
-
-@remembering("average", 0.6)
-class _Average:
-    def start(self, build: Build) -> None:
-        self.mean, self.assigned = torch.zeros(build.width), torch.zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.detach().transpose(1, -1).reshape(-1, x.shape[1]).mean(0).float().mean()
-        self.mean.mul_(0.9).add_(mean, alpha=0.1)
-        self.assigned = 0.9 * self.assigned + mean
-        return x - 0.01 * self.mean[0].to(x.dtype)
-
-
-@remembering("buffer")
-class _Buffer:
-    def start(self, build: Build) -> None:
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("mean", torch.zeros(()), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
-        return x * (1 + 0.01 * self.count).to(x.dtype)
-
-
-@remembering("own_generator")
-class _OwnGenerator:
-    def start(self, build: Build) -> None:
-        self.generator, self.python = torch.Generator().manual_seed(5), random.Random(5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(x.shape[1], generator=self.generator).mean().to(x.dtype)
-        return x * (noise + 0.1 * self.python.random())
-
-
-@remembering("metric", 0.6)
-class _Metric:
-    def start(self, build: Build) -> None:
-        self.metric = MeanMetric()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.metric.update(x.detach().float().mean())
-        return x.sin()
-
-
-@remembering("logging", 0.7)
-class _Logging:
-    def start(self, build: Build) -> None:
-        self.net = build.net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        net = self.net[0]
-        if net._trainer is not None and self.training:
-            net.log("activation", x.detach().float().mean(), on_step=True, on_epoch=True)
-        return x.cos()
-
-
-# ---------------------------------------------------------------------------------------------- something around layers
-
-
-class Around(nn.Module):
-    """Holds a row of layers, or two."""
-
-    def __init__(self, build: Build, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*inner)
-
-
-def around(name: str, weight: float, forward: Callable[..., Any], inner: int = 1, **more: Any) -> None:
-    made = type(name.title().replace("_", ""), (Around,), {"forward": forward, "__module__": __name__, **more})
-    kind(name, weight, inner=inner)(made)
-
-
-def _no_grad(self: Around, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        aside = self.inner(x)
-    return x + aside
-
-
-def _no_autocast(self: Around, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", enabled=False):
-        return self.inner(x.to(self.marker.dtype)).to(x.dtype)
-
-
-def _looped(self: Around, x: torch.Tensor) -> torch.Tensor:
-    for layer in self.inner:
-        x = layer(x)
-    return x
-
-
-class Fork(nn.Module):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, x.tanh()
-
-
-class OnFirst(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.layer(pair[0]), pair[1]
-
-
-class Join(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return pair[0] + pair[1]
-
-
-around("residual", 4, lambda self, x: x + self.inner(x))
-around("looped", 1, _looped)
-around("branches", 1, lambda self, x: self.inner[0](x) + self.inner[1](x), inner=2)
-around("keyword", 0.7, lambda self, x: self.inner[0](x) * torch.sigmoid(x), inner=1)
-around("twice", 1, lambda self, x: self.inner(self.inner(x)))
-around("no_grad", 1, _no_grad)
-around("checkpointed", 0.3, lambda self, x: checkpoint(self.inner, x, use_reentrant=False))
-kind("row", 2, inner=1)(lambda build, *inner: nn.Sequential(*inner))
-kind("pair", 1, inner=1)(lambda build, *inner: nn.Sequential(Fork(), *map(OnFirst, inner), Join()))
-
-
-@kind("no_autocast", 0.7, inner=1)
-class _NoAutocast(Around):
-    def __init__(self, build: Build, *inner: nn.Module) -> None:
-        super().__init__(build, *inner)
-        self.marker = nn.Parameter(torch.zeros(()))
-
-    forward = _no_autocast
-
-
-@kind("frozen", 1, inner=1)
-def _frozen(build: Build, *inner: nn.Module) -> nn.Module:
-    return nn.Sequential(*inner).requires_grad_(False)
-
-
-@kind("evaluated", 1, inner=1)
-class _Evaluated(Around):
-    def train(self, mode: bool = True) -> nn.Module:
-        super().train(mode)
-        self.inner.eval()
-        return self
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + x
-
-
-@kind("again", 1)
-def _again(build: Build) -> nn.Module:
-    return build.latest or _linear(build)
-
-
-@kind("tied", 1)
-def _tied(build: Build) -> nn.Module:
-    made = build.projection()
-    if build.latest is not None:
-        made.weight = build.latest.weight
-    return made
-
-
-# --------------------------------------------------------------------------------------------------------------- hooks
-
-
-class Counting:
-    """A hook with a state of its own."""
-
-    def __init__(self) -> None:
-        self.calls, self.means = 0, []
-
-    def __call__(self, module: nn.Module, x: Any, y: torch.Tensor) -> None:
-        self.calls += 1
-        self.means.append(float(y.detach().mean()))
-
-
-def _once(build: Build, module: nn.Module) -> None:
-    def hook(_: nn.Module, x: Any, y: torch.Tensor) -> None:
-        build.records.append("once")
-        handle.remove()
-
-    handle = module.register_forward_hook(hook)
-
-
-def _on_gradient(build: Build, y: torch.Tensor) -> None:
-    if y.requires_grad:
-        y.register_hook(lambda gradient: build.records.append(gradient.float().norm()))
-
-
-HOOKS: dict[str, tuple[float, Callable[[Build, nn.Module], Any]]] = {
-    "append_hook": (3, lambda b, m: m.register_forward_hook(lambda _, x, y: b.records.append(y.detach().float().mean()))),
-    "pre_hook": (1, lambda b, m: m.register_forward_pre_hook(lambda _, x: b.records.append(x[0].shape))),
-    "keyword_hook": (1, lambda b, m: m.register_forward_hook(lambda _, x, k, y: b.records.append(len(k)), with_kwargs=True)),
-    "changing_hook": (2, lambda b, m: m.register_forward_hook(lambda _, x, y: y * 0.5)),
-    "changing_pre_hook": (1, lambda b, m: m.register_forward_pre_hook(lambda _, x: (x[0] + 0.1,))),
-    "collecting_hook": (2, lambda b, m: m.register_forward_hook(lambda _, x, y: b.collected.append(y))),
-    "counting_hook": (1, lambda b, m: m.register_forward_hook(b.state(Counting()))),
-    "noisy_hook": (0.7, lambda b, m: m.register_forward_hook(lambda _, x, y: y + 0.1 * torch.randn_like(y))),
-    "once_hook": (0.7, _once),
-    "backward_hook": (1, lambda b, m: m.register_full_backward_hook(lambda _, i, o: b.records.append(o[0].float().norm()))),
-    "changing_backward_hook": (0.7, lambda b, m: m.register_full_backward_hook(lambda _, i, o: tuple(g if g is None else g * 0.5 for g in i))),
-    "gradient_hook": (1, lambda b, m: m.register_forward_hook(lambda _, x, y: _on_gradient(b, y))),
-    "parameter_hook": (1, lambda b, m: [p.register_hook(lambda g: g * 0.5) for p in m.parameters() if p.requires_grad]),
-    "accumulated_hook": (0.7, lambda b, m: [p.register_post_accumulate_grad_hook(lambda p: b.records.append(p.grad.float().norm()))
-                                            for p in m.parameters() if p.requires_grad]),
-}  # fmt: skip
-
-
-def _hooked(register: Callable[[Build, nn.Module], Any]) -> Callable[..., nn.Module]:
-    def make(build: Build, *inner: nn.Module) -> nn.Module:
-        module = inner[0] if len(inner) == 1 else nn.Sequential(*inner)
-        register(build, module)
-        return module
-
-    return make
-
-
-for _name, (_weight, _register) in HOOKS.items():
-    kind(_name, 0.4 * _weight, inner=1)(_hooked(_register))
-
+__all__ = ["HOOKS", "Net", "Node", "Program", "UserError", "batches", "draw", "legal", "loader", "parse"]
 
 # ------------------------------------------------------------------------------------------------------------ features
 
-# Name: how often, and where: c(allback), k (Checkpointable), p(ipeline).
+# Name: how often, and where: c(allback), k (Checkpointable), p(ipeline), m(essages between processes).
 FEATURES: dict[str, tuple[float, str]] = {
-    "adamw": (0.4, "ckp"),
-    "clip": (0.15, "ckp"),
-    "accumulate": (0.15, "ckp"),
+    "adamw": (0.4, "ckpm"),
+    "clip": (0.15, "ckpm"),
+    "accumulate": (0.15, "ckpm"),
     "schedule": (0.1, "ckp"),
     "manual": (0.08, "c"),
     "two_optimizers": (0.05, "c"),
     "bf16-mixed": (0.1, "ck"),
     "64-true": (0.05, "ckp"),
     "bf16-true": (0.05, "ckp"),
-    "two_calls": (0.1, "ck"),
+    "two_calls": (0.1, "ckm"),
     "no_grad_call": (0.06, "ck"),
     "eval_call": (0.04, "ck"),
-    "uneven": (0.15, "ckp"),
-    "lengths": (0.3, "ck"),
+    "uneven": (0.15, "ckpm"),
+    "lengths": (0.3, "ckm"),
     "validation": (0.15, "ckp"),
     "error": (0.05, "ck"),
     "resume": (0.06, "ck"),
@@ -549,7 +67,7 @@ FEATURES: dict[str, tuple[float, str]] = {
     "penalty": (0.03, "ck"),
     "anomaly": (0.02, "ck"),
     "offload": (0.02, "ck"),
-    "stem": (0.5, "ckp"),
+    "stem": (0.5, "ckpm"),
     "unnamed": (0.25, "c"),
     "whole": (0.05, "c"),
     "mask": (0.1, "ck"),
@@ -559,7 +77,28 @@ FEATURES: dict[str, tuple[float, str]] = {
     "gpipe": (0.3, "p"),
     "interleaved": (0.3, "p"),
     "always": (0.3, "p"),
+    "foreach": (0.06, "ckm"),
+    "fused": (0.05, "ck"),
+    "lbfgs": (0.05, "ck"),
+    "calls": (0.07, "ckm"),
+    "calls_vary": (0.04, "ck"),
+    "side": (0.06, "ckm"),
+    "prefetch": (0.04, "ck"),
+    "change_early": (0.03, "ckm"),
+    "subclass_input": (0.03, "ck"),
+    "alias": (0.05, "ck"),
+    **{f"in_{name}": (0.03, "ck") for name in WRAPPERS},
+    # Those of which nobody knows how to make another one are refused.
+    **{
+        f"{use}_{name}": (0.025 if each.is_known else 0.003, "ck")
+        for use in ("takes", "gives")
+        for name, each in CARRIERS.items()
+    },
+    "ddp": (0.4, "m"),
+    "ragged": (0.4, "m"),
 }
+TAKES = {"mask", *(f"takes_{name}" for name in CARRIERS)}
+GIVES = {"pair_output", "dict_output", *(f"gives_{name}" for name in CARRIERS)}
 EXCLUSIVE = [
     {"bf16-mixed", "64-true", "bf16-true"},
     {"error", "resume", "refit"},
@@ -570,11 +109,34 @@ EXCLUSIVE = [
     {"manual", "schedule"},
     {"unnamed", "whole"},
     {"gpipe", "interleaved"},
-    {"mask", "pair_output", "dict_output"},
+    TAKES,
+    GIVES,
+    {"adamw", "foreach", "fused", "lbfgs"},
+    *({"lbfgs", other} for other in ("accumulate", "clip", "manual", "two_optimizers", "retain", "error")),
+    {f"in_{name}" for name in WRAPPERS},
+    {"calls", "calls_vary", "two_calls"},
+    *({"whole", other} for other in ("side", "alias")),
+    *({"side", other} for other in ("two_optimizers", "thaw")),
     # Documented: under autocast, a weight that is used more than once is cast for each use.
-    *({"bf16-mixed", other} for other in ("two_calls", "eval_call", "no_grad_call", "penalty")),
+    *({"bf16-mixed", other} for other in ("two_calls", "calls", "calls_vary", "eval_call", "no_grad_call", "penalty")),
 ]
-REUSING = {"again", "tied", "twice"}
+REUSING = {"again", "tied", "twice", "two_names", "random_depth"}
+SPARSE = {"sparse_embedding"}
+# Which global generator a kind of layer draws from.
+DRAWING = {
+    "torch": {
+        "dropout",
+        "dropout_",
+        "alpha_dropout",
+        "transformer",
+        "noise",
+        "bernoulli",
+        "noisy_hook",
+        "stochastic_depth",
+    },
+    "python": {"python_noise", "drop_path", "layerdrop"},
+    "numpy": {"numpy_noise", "random_depth"},
+}
 IN_PLACE = {"relu_", "silu_", "dropout_"}
 # Whose output nobody saves, so that it may be changed in place.
 CHANGEABLE = {
@@ -599,14 +161,15 @@ PIPED = {"linear", "no_bias", "norm", "group_norm", "batch_norm", "relu", "relu_
 def draw(seed: int, number: int) -> Program:
     """A program, the same whenever it is asked for."""
     chance = random.Random(f"{seed}-{number}")
-    way = chance.choices(["checkpointable", "callback", "pipeline"], [0.7, 0.285, 0.015])[0]
+    way = chance.choices(["checkpointable", "callback", "pipeline", "processes"], [0.67, 0.295, 0.015, 0.02])[0]
     family = chance.choices(["rows", "sequence", "image"], [0.5, 0.35, 0.15])[0]
     style = chance.choices(["sequential", "traced", "recorded"], [0.5, 0.25, 0.25])[0]
-    features = [
-        name for name, (share, ways) in FEATURES.items() if chance.random() < share and way[0].replace("h", "k") in ways
-    ]
+    features = [name for name, (share, ways) in FEATURES.items() if chance.random() < share and LETTERS[way] in ways]
     limits = [None, 0.0, round(chance.random(), 2), 1.0, 2.0, -0.1]
-    limit = chance.choices(limits, [0.5, 0.2, 0.2, 0.05, 0.042, 0.008])[0]
+    by_chance = 0.3 if way == "callback" else 0.5  # only there limits are for whole steps
+    limit = chance.choices(limits, [by_chance, 0.2, 0.2, 0.05, 0.042, 0.008])[0]
+    if way == "processes" and limit is None:
+        limit = 0.5  # chance would give each process another schedule
     program = Program(
         body=(Node("linear"),),
         way=way,
@@ -624,8 +187,7 @@ def draw(seed: int, number: int) -> Program:
     return replace(program, body=_row(chance, program, length, depth=2))
 
 
-def way_letter(program: Program) -> str:
-    return {"callback": "c", "checkpointable": "k", "pipeline": "p"}[program.way]
+LETTERS = {"callback": "c", "checkpointable": "k", "pipeline": "p", "processes": "m"}
 
 
 def legal(program: Program) -> Program:
@@ -633,8 +195,8 @@ def legal(program: Program) -> Program:
     kept: list[str] = []
     for name in program.features:
         clashes = any(name in group and group & {*kept} for group in EXCLUSIVE)
-        foreign = way_letter(program) not in FEATURES[name][1] or (name == "lengths" and program.family == "rows")
-        needs_call = name in ("mask", "pair_output", "dict_output") and program.style == "sequential"
+        foreign = LETTERS[program.way] not in FEATURES[name][1] or (name == "lengths" and program.family == "rows")
+        needs_call = name in TAKES | GIVES and program.style == "sequential"
         if not (clashes or foreign or needs_call):
             kept.append(name)
     return replace(program, features=tuple(kept))
@@ -648,6 +210,9 @@ def _row(chance: random.Random, program: Program, length: int, depth: int) -> tu
         and (depth or not each.inner)
         and (program.way != "pipeline" or name in PIPED)
         and not (program.has("bf16-mixed") and name in REUSING)
+        and not (name in SENDERS and program.way != "processes")
+        and not (name in SPARSE and program.way == "processes")
+        and not (name in SPARSE and program.has("clip", "lbfgs", "two_optimizers", "retain", "accumulate", "penalty"))
     ]
     nodes: list[Node] = []
     while len(nodes) < length:
@@ -674,12 +239,17 @@ class Body(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self.pair, self.dict = program.has("pair_output"), program.has("dict_output")
+        self.takes, self.gives = carrier(program, "takes"), carrier(program, "gives")
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, both: Any = None) -> Any:
         for layer in self.layers:
             x = layer(x)
         if mask is not None:
             x = x * mask
+        if self.takes is not None:
+            x = x * self.takes.left(both) + self.takes.right(both)
+        if self.gives is not None:
+            return self.gives.pack(x, x.mean())
         if self.dict:
             return {"out": x, "mean": x.mean()}
         return (x, x.detach().mean()) if self.pair else x
@@ -688,10 +258,15 @@ class Body(nn.Module):
 class RecordedBody(Body):
     """Asks what no symbol can answer."""
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, both: Any = None) -> Any:
         if len(x) > 1000 or int(x.shape[1]) < 2:
             raise UserError("shape")
-        return super().forward(x, mask=mask)
+        return super().forward(x, mask=mask, both=both)
+
+
+def carrier(program: Program, use: str) -> Carrier | None:
+    """How the program's body takes two tensors, or gives them."""
+    return next((each for name, each in CARRIERS.items() if program.has(f"{use}_{name}")), None)
 
 
 class Net(L.LightningModule):
@@ -705,7 +280,9 @@ class Net(L.LightningModule):
         self.failed = False
         self.split = 1  # micro-batches, where no pipeline makes them
         self.states: list[Any] = []
-        build = Build(program, self.records, self.collected, [self], self.states)
+        self.changes: list[Callable[[float], Any]] = []  # of what objects around the model hold
+        GLOBALS.clear()
+        build = Build(program, self.records, self.collected, [self], self.states, self.changes)
         layers = [self._make(build, node) for node in program.body]
         width, image = program.width, program.family == "image"
         self.stem = (
@@ -716,9 +293,20 @@ class Net(L.LightningModule):
         self.head = nn.Linear(width, 3)
         self.metric = MeanMetric() if program.has("metric") else None
         self.history: list[Any] = []
-        self.automatic_optimization = not program.has("manual", "two_optimizers", "retain")
+        self.takes, self.gives = carrier(program, "takes"), carrier(program, "gives")
+        self.automatic_optimization = not (
+            program.has("manual", "two_optimizers", "retain") or SPARSE & program.kinds()
+        )
         if program.has("thaw"):
             self.body[0].requires_grad_(False) if kind is None else self.body.layers[0].requires_grad_(False)
+        for name, wrapper in WRAPPERS.items():
+            if program.has(f"in_{name}"):
+                self.body = wrapper(self.body)
+        if program.has("alias"):
+            self.backbone = self.body
+        if program.has("side"):
+            again = [self._make(build, node) for node in program.body[:2]]
+            self.side = nn.Sequential(*again, build.projection())
 
     @staticmethod
     def _make(build: Build, node: Node) -> nn.Module:
@@ -731,9 +319,18 @@ class Net(L.LightningModule):
 
     def call(self, x: torch.Tensor) -> torch.Tensor:
         """Of the planned module, in the program's manner."""
+        keywords = {}
         if self.program.has("mask"):
-            return self.body(x, mask=(torch.arange(x.shape[-1]) % 3 > 0).to(x.dtype))
-        y = self.body(x)
+            keywords["mask"] = (torch.arange(x.shape[-1]) % 3 > 0).to(x.dtype)
+        if self.takes is not None:
+            keywords["both"] = self.takes.pack(x.detach().cos(), x.detach().mean())
+        if self.program.has("subclass_input"):
+            x = x.as_subclass(Tagged)
+        y = self.body(x, **keywords)
+        if self.program.has("subclass_input"):
+            y = tree_map_only(Tagged, lambda each: each.as_subclass(torch.Tensor), y)
+        if self.gives is not None:
+            return self.gives.left(y) + self.gives.right(y)
         if isinstance(y, dict):
             return y["out"] + y["mean"]
         return y[0] + y[1] if isinstance(y, tuple) else y
@@ -757,8 +354,15 @@ class Net(L.LightningModule):
             self.collected.clear()
             self.note("mark")
         with torch.autograd.graph.save_on_cpu() if program.has("offload") else nullcontext():
-            loss = self(x).float().square().mean()
+            first, *others = self.parts(x, batch_idx)
+            loss = self(first).float().square().mean()
             self.note("mark")
+            for part in others:
+                loss = loss + self(part).float().square().mean()
+                self.note("mark")
+            if program.has("side"):
+                loss = loss + self.side(x[: 2 + batch_idx % 3]).float().square().mean()
+                self.note("mark")
             if program.has("two_calls"):
                 loss = loss + self(x * 0.5 + 1).float().square().mean()
                 self.note("mark")
@@ -790,7 +394,18 @@ class Net(L.LightningModule):
             self.failed = True
             raise UserError("in the second step")
         self.input = x if program.has("input_gradient") else None
+        if program.has("change_early"):  # as behind a ``with`` around the forward
+            for change in self.changes:
+                change(batch_idx + 5)
         return loss
+
+    def parts(self, x: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:
+        """Rows of the step's calls, whose sizes and number may change from step to step."""
+        number = 2 if self.program.has("calls") else 1 + batch_idx % 3 if self.program.has("calls_vary") else 1
+        edge = 2 + (batch_idx + self.program.seed) % max(len(x) - 3, 1)
+        if number == 1 or edge + 2 > len(x):
+            return [x]
+        return [x[:edge], x[edge:], x[1:edge]][:number]
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor | None:
         parts = batch.tensor_split(self.split)
@@ -802,6 +417,15 @@ class Net(L.LightningModule):
         if self.automatic_optimization:
             return loss
         optimizers = self.optimizers()
+        if SPARSE & self.program.kinds():
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.note("gradients")
+            for optimizer in optimizers:
+                optimizer.step()
+            self.note("mark")
+            return loss.detach()
         for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             if self.program.has("two_optimizers"):
                 self.toggle_optimizer(optimizer)
@@ -825,6 +449,11 @@ class Net(L.LightningModule):
             self.log("val_loss", loss)
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        if self.program.has("foreach", "fused"):
+            how = {"foreach" if self.program.has("foreach") else "fused": True}
+            return torch.optim.Adam(parameters, lr=1e-2, **how)
+        if self.program.has("lbfgs"):
+            return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, history_size=2)
         if self.program.has("adamw"):
             return torch.optim.AdamW(parameters, lr=1e-2)
         return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -835,19 +464,43 @@ class Net(L.LightningModule):
                 self.optimizer([*self.stem.parameters(), *self.body.parameters()]),
                 self.optimizer(self.head.parameters()),
             ]
+        if SPARSE & self.program.kinds():
+            return self.with_sparse()
         optimizer = self.optimizer(self.parameters())
         if self.program.has("schedule"):
             step = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             return [optimizer], [{"scheduler": step, "interval": "step"}]
         return optimizer
 
+    def optimizers_of_a_loop(self) -> list[torch.optim.Optimizer]:
+        """Those of a program without a Trainer."""
+        return self.with_sparse() if SPARSE & self.program.kinds() else [self.optimizer(self.parameters())]
+
+    def with_sparse(self) -> list[torch.optim.Optimizer]:
+        """One optimizer for tables whose gradient is sparse, and one for all else."""
+        tables = [each for each in self.modules() if isinstance(each, nn.Embedding) and each.sparse]
+        sparse = list({each.weight: None for each in tables})
+        others = [each for each in self.parameters() if all(each is not table for table in sparse)]
+        return [self.optimizer(others), torch.optim.SparseAdam(sparse, lr=1e-2)]
+
+
+def loader(program: Program, data: list[torch.Tensor]) -> Any:
+    """Batches as the step gets them: from a thread that draws from a global generator, if the program says so and no layer does."""
+    used = {name for name, kinds in DRAWING.items() if kinds & program.kinds()}
+    free = [name for name in DRAWS if name not in used]
+    if not program.has("prefetch") or not free:
+        return data
+    return Prefetched(data, free[program.seed % len(free)])
+
 
 def batches(program: Program) -> list[torch.Tensor]:
     """Of one training, made anew each time since programs may change them."""
-    generator = torch.Generator().manual_seed(program.seed)
+    rank = int(os.environ["RANK"]) if program.way == "processes" else 0
+    generator = torch.Generator().manual_seed(program.seed + 1000 * rank)
     made = []
     for step in range(program.steps):
         rows = program.batch - 1 if program.has("uneven") and step == program.steps - 1 else program.batch
+        rows += rank * program.has("ragged")
         length = [5, 3, 4, 2][step % 4] if program.has("lengths") else 4
         shape = {
             "rows": (rows, program.width),

@@ -1,7 +1,7 @@
 """What only a GPU can tell, in one command of at most nine minutes, as one table.
 
-    python benchmarks/gpu.py                                                     writes benchmarks/results/gpu.md
-    python -m tests.cuda_device benchmarks/gpu.py --small --to FILE              tries the command on the simulated device
+    python -m benchmarks.gpu                                                     writes benchmarks/results/gpu.md
+    python -m tests.cuda_device -m benchmarks.gpu --small --to FILE              tries the command on the simulated device
 
 ========  =========================================================================  ===================================
 tests     those marked ``gpu``                                                       ``make test-gpu`` runs them alone
@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from frontier_report import body
+
+from benchmarks.frontier_report import body
 
 HERE = Path(__file__).parent
 RACE = ("gpt8", "resnet101", "unet")
@@ -42,14 +43,14 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit(
-            "there is no CUDA device: python -m tests.cuda_device benchmarks/gpu.py --small --to FILE uses a simulated one"
+            "there is no CUDA device: python -m tests.cuda_device -m benchmarks.gpu --small --to FILE uses a simulated one"
         )
     describe = ["git", "describe", "--always", "--dirty"]
     commit = subprocess.run(describe, cwd=HERE, capture_output=True, text=True, check=False).stdout
     lines = [
         f"# On one {torch.cuda.get_device_name()}",
         "",
-        f"`python benchmarks/gpu.py{' --small' * options.small}`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, Python "
+        f"`python -m benchmarks.gpu{' --small' * options.small}`, {time.strftime('%Y-%m-%d')}, commit {commit.strip()}, Python "
         f"{sys.version.split()[0]}, torch {torch.__version__}, {torch.cuda.mem_get_info()[1] / 2**30:.1f} GiB.",
     ]
     for name in options.parts:
@@ -70,7 +71,7 @@ def tests(small: bool) -> list[str]:
 def peaks(small: bool) -> list[str]:
     """Of training steps, in bytes."""
     chosen = ["--models", "U-Net"] if small else ["--times", "8"]
-    output, problem = run(small, 60, str(HERE / "cuda_memory.py"), *chosen)
+    output, problem = run(small, 60, "-m", "benchmarks.cuda_memory", *chosen)
     return [*rows(output), *problem]
 
 
@@ -78,7 +79,7 @@ def race(small: bool) -> list[str]:
     """Memory against time."""
     found, problems = {}, []
     for name in RACE[:1] if small else RACE:
-        command = [str(HERE / "frontier.py"), "--one", name, "--device", "cuda"]
+        command = ["-m", "benchmarks.frontier", "--one", name, "--device", "cuda"]
         command += ["--methods", "block", "ours", "--between"] if small else ["--methods", *METHODS]
         command += (
             ["--rounds", "1", "--final-rounds", "1", "--small"] if small else ["--rounds", "3", "--final-seconds", "15"]
@@ -94,7 +95,7 @@ def race(small: bool) -> list[str]:
 def overhead(small: bool) -> list[str]:
     """Of the callback."""
     chosen = ["--rounds", "1", "--models", "200 layers in an nn.Sequential"] if small else ["--rounds", "100"]
-    output, problem = run(small, 60, str(HERE / "overhead.py"), "--device", "cuda", "--to", os.devnull, *chosen)
+    output, problem = run(small, 60, "-m", "benchmarks.overhead", "--device", "cuda", "--to", os.devnull, *chosen)
     titles = [
         "| model | plain step | plain again adds | the callback adds | that is | Python calls in a step |",
         "|---|---|---|---|---|---|",

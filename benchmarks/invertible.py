@@ -1,6 +1,6 @@
 """Memory of deep reversible networks: plain, recomputed block by block, and without inputs.
 
-    python benchmarks/invertible.py
+    python -m benchmarks.invertible
 
 Depth blocks of :class:`AdditiveCoupling`, each branch Linear, BatchNorm1d, ReLU, Linear. Bytes are the allocator's above model, input and
 (existing) gradients: *held* at the end of the forward, the output included, and *peak* of the step, in units of one activation (the input's size).
@@ -111,7 +111,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "# Deep reversible networks",
         "",
         f"{platform.machine()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; Python {platform.python_version()}, "
-        f"torch {torch.__version__}; `python benchmarks/invertible.py`. One activation is {rows[0]['input_bytes'] / 2**10:.0f} KiB, "
+        f"torch {torch.__version__}; `python -m benchmarks.invertible`. One activation is {rows[0]['input_bytes'] / 2**10:.0f} KiB, "
         f"{BATCH} x {CHANNELS} in float32.",
         "Held at the end of the forward (the output included) and peak of the step, in activations.",
         "",

@@ -1,8 +1,8 @@
 """Every classification model of torchvision, taken as it is: does it become a chain, with the same bits, and what does a plan save?
 
-    python benchmarks/models.py                       all models; those that have been measured are skipped
-    python benchmarks/models.py resnet18 swin_t       some of them
-    python benchmarks/models.py --again resnet18      although there is a result
+    python -m benchmarks.models                       all models; those that have been measured are skipped
+    python -m benchmarks.models resnet18 swin_t       some of them
+    python -m benchmarks.models --again resnet18      although there is a result
 
 One process a model, with a time limit, so that one failure costs one row. Images are small and the batch is four: what counts here is whether
 a model works, and how its activations shrink. With so few of them the gradients of the parameters make up most of a step's peak, so they are
@@ -44,7 +44,7 @@ def main() -> None:
     for name in options.models or all_models():
         if "failed" not in rows.get(name, {"failed": ""}) and not options.again:
             continue
-        rows[name] = run(options.limit, __file__, "--one", name) | {"commit": commit()}
+        rows[name] = run(options.limit, "-m", "benchmarks.models", "--one", name) | {"commit": commit()}
         print(f"{name}: {rows[name]}", flush=True)
         RESULTS.mkdir(exist_ok=True)
         TABLE.write_text(json.dumps(dict(sorted(rows.items())), indent=1) + "\n")

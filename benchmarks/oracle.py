@@ -1,9 +1,9 @@
 """How far plans are from the true optimum, and how far the lower bound is: on chains short enough to know.
 
-    PYTHONPATH=. python benchmarks/oracle.py
+    python -m benchmarks.oracle
 
-The true optimum is the fastest of all executions, not only of those that a schedule tree describes (``tests/optimum.py``). Chains are
-random (:mod:`tests.strategies`: heterogeneous, equal stages, stages with two options) or like a convolutional network, of 4 to 10 stages.
+The true optimum is the fastest of all executions, not only of those that a schedule tree describes (``benchmarks/optimum.py``). Chains are
+random (:mod:`benchmarks.random_chains`: heterogeneous, equal stages, stages with two options) or like a convolutional network, of 4 to 10 stages.
 Budgets lie between the least peak of a plan and the peak without recomputation. Segments take no host time here, since the optimum knows no
 segments. For chains of up to six stages also the best of all schedule trees, which tells what the planner misses from what trees miss.
 
@@ -27,16 +27,16 @@ from typing import Any
 
 import numpy as np
 import scipy
-from linear_relaxation import relaxation_seconds
-from planner import convolutional_chain
 
+from benchmarks.linear_relaxation import relaxation_seconds
+from benchmarks.optimum import Optimum
+from benchmarks.planner import convolutional_chain
+from benchmarks.random_chains import random_chain
+from benchmarks.reference import judge_all
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import Solver, fine_slots, lower_bound_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.optimum import Optimum
-from tests.reference import judge_all
-from tests.strategies import random_chain
 
 # Between the least budget of a plan and what keeps everything.
 FRACTIONS = (0.0, 0.05, 0.1, 0.25, 0.5)
@@ -226,7 +226,7 @@ def _machine(processes: int, seconds: float) -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "scipy": scipy.__version__,
-        "command": "PYTHONPATH=. python benchmarks/oracle.py",
+        "command": "python -m benchmarks.oracle",
         "processes": processes,
         "seconds": seconds,
     }

@@ -1,7 +1,7 @@
 """What RotorCallback costs where its plan recomputes nothing: steps with and without it, in one training.
 
-    OMP_NUM_THREADS=1 taskset -c 0 python benchmarks/overhead.py            # writes benchmarks/results/overhead.md
-    python benchmarks/overhead.py --device cuda --to FILE                   # on a GPU
+    OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks.overhead            # writes benchmarks/results/overhead.md
+    python -m benchmarks.overhead --device cuda --to FILE                   # on a GPU
 
 Two models, or two Trainers, differ by a percent for reasons of their own: where their memory lies, which of them came first. So there is one
 training of one model, in which the callback comes and goes between steps: out of the Trainer's list, the module's own forward back in its place.
@@ -221,7 +221,7 @@ def main() -> None:
         machine, clock = torch.cuda.get_device_name(), "seconds up to the end of the device's work"
     head = (
         "# Overhead of RotorCallback under a plan that recomputes nothing\n\n"
-        f"`python benchmarks/overhead.py --rounds {options.rounds}`, torch {torch.__version__}, {machine}. Medians over rounds of three steps in "
+        f"`python -m benchmarks.overhead --rounds {options.rounds}`, torch {torch.__version__}, {machine}. Medians over rounds of three steps in "
         f"random order in one training, in {clock}, with 95 % intervals; the third column is what the benchmark cannot see.\n"
     )
     options.to.write_text(head + "\n" + "\n".join(lines) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
 """Pipelines: measured on two processes against the simulator and the ideal, and simulated on up to 512 devices.
 
-    python benchmarks/pipeline.py --measure              two gloo processes on two idle cores, about 4 minutes
-    python benchmarks/pipeline.py --simulate             every model on 8, 64 and 512 devices; no GPU is needed
-    python benchmarks/pipeline.py --simulate GPT:64      one of them
+    python -m benchmarks.pipeline --measure              two gloo processes on two idle cores, about 4 minutes
+    python -m benchmarks.pipeline --simulate             every model on 8, 64 and 512 devices; no GPU is needed
+    python -m benchmarks.pipeline --simulate GPT:64      one of them
 
 What each part means is in ``pipeline_measured.py`` and ``pipeline_scaling.py``. Results are put beside those of earlier runs in
 ``benchmarks/results/pipeline.json`` and ``pipeline.md``, with a picture of the scaling in ``pipeline.png``.
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline_measured import measured
-from pipeline_picture import draw
-from pipeline_scaling import DEVICES, MODELS, rows
 
+from benchmarks.pipeline_measured import measured
+from benchmarks.pipeline_picture import draw
+from benchmarks.pipeline_scaling import DEVICES, MODELS, rows
 from lightning_rotor.units import format_bytes, format_seconds
 
 RESULTS = Path(__file__).parent / "results"

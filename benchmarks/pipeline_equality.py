@@ -1,8 +1,8 @@
 """Every pipeline against one process: ten AdamW steps of small models, for all schedules, ways to recompute and numbers of processes.
 
-    export PYTHONPATH=.:tests OMP_NUM_THREADS=1
-    python benchmarks/pipeline_equality.py                                    the whole grid
-    python benchmarks/pipeline_equality.py --models mlp --processes 2
+    export OMP_NUM_THREADS=1
+    python -m benchmarks.pipeline_equality                                    the whole grid
+    python -m benchmarks.pipeline_equality --models mlp --processes 2
 
 The table holds the largest difference found in losses and gradients of all steps and in the weights and buffers after ten, uneven and small
 batches among them, in float32. The one process runs the same micro-batches one after another, as batch statistics and random numbers demand.
@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import torch
-from pipelines import Failure, Processes, processes
-from test_pipeline_runner import ten_steps
 
+from benchmarks.gloo_processes import Failure, Processes
+from benchmarks.pipeline_models import ten_steps
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.schedule import SCHEDULES
 from lightning_rotor.pipeline.step import PipelineOptions
@@ -77,7 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     found: dict[tuple[str, str, int, str], float | str] = {}
-    with processes(max(asked.processes)) as group:
+    with closing(Processes(max(asked.processes), preload=["benchmarks.pipeline_models"])) as group:
         for model, schedule, world, mode in product(asked.models, SCHEDULES, asked.processes, MODES):
             per_device = 2 if schedule == "interleaved" else 1
             options = PipelineOptions(MICRO_BATCHES[world], schedule, mode, stages_per_device=per_device)
@@ -90,7 +91,7 @@ def main() -> None:
             [
                 "# Pipelines against one process",
                 "",
-                f"`PYTHONPATH=.:tests OMP_NUM_THREADS=1 python benchmarks/pipeline_equality.py`, on torch {torch.__version__}: the largest "
+                f"`OMP_NUM_THREADS=1 python -m benchmarks.pipeline_equality`, on torch {torch.__version__}: the largest "
                 "difference in losses and gradients of all steps, weights and buffers after ten AdamW steps on gloo processes, "
                 "from one process that runs the same micro-batches, float32.",
                 f"{len(numbers)} pipelines, worst {worst:.1e} (asked for: {TOLERANCE:.0e}); {len(found) - len(numbers)} are refused.",

@@ -22,10 +22,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from frontier_workloads import GPT, UNet, convolutions
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.frontier_workloads import GPT, UNet, convolutions
 from lightning_rotor.capture.cuts import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, PipelineDevice, partition

@@ -1,6 +1,6 @@
 """How long planning takes and how much memory it needs: by length of the chain, number of options, and with skips.
 
-    python benchmarks/planner.py
+    python -m benchmarks.planner
 
 Every figure comes from fresh processes, several of them in turn. The fastest run counts, by the clock and by processor time of all
 threads: on a machine that is busy otherwise the second says more. Memory is the peak resident set of the process (VmHWM) less the resident set
@@ -207,7 +207,7 @@ def _memory_kib(name: str) -> int:
 
 
 def _apart(*arguments: object) -> dict[str, float]:
-    command = [sys.executable, __file__, *map(str, arguments)]
+    command = [sys.executable, "-m", "benchmarks.planner", *map(str, arguments)]
     result: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     return result
 
@@ -245,7 +245,7 @@ def main() -> None:
 def _measure_all(runs: int) -> None:
     machine = {
         **_machine(),
-        "command": f"python benchmarks/planner.py --runs {runs}",
+        "command": f"python -m benchmarks.planner --runs {runs}",
         "slots": SLOTS,
         "processes_per_row": runs,
     }

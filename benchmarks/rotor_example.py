@@ -1,6 +1,6 @@
 """The example of rotor's documentation: ResNet-18 on 32 images of 224 x 224, limited to 700 MB.
 
-    python benchmarks/rotor_example.py
+    python -m benchmarks.rotor_example
 
 rotor documents a peak of 843 MB without recomputation and a plan for 700 MB (700 MiB in its code), on its own cut of the model. Here the model
 is torchvision's, unchanged. Peaks are the allocator's above weights and images, parameters' gradients included; times are medians of steps
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torchvision
-from models import real_peak, total
 
+from benchmarks.models import real_peak, total
 from lightning_rotor import Checkpointable
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.units import parse_bytes
@@ -75,7 +75,7 @@ def table(rows: dict[str, dict[str, Any]], stages: int, seconds: float) -> str:
         "# rotor's example: ResNet-18, 32 images of 224 x 224",
         "",
         f"{platform.machine()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; torch {torch.__version__}; "
-        f"`python benchmarks/rotor_example.py`; {stages} stages; {seconds:.2f} s a plain step.",
+        f"`python -m benchmarks.rotor_example`; {stages} stages; {seconds:.2f} s a plain step.",
         "rotor's documentation: 843 MB without recomputation, planned into 700 MB (700 MiB in its code, into which ours fits as it is).",
         "",
         "| limit | planned peak | measured peak | predicted overhead | measured time ratio | schedule |",

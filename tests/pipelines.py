@@ -1,81 +1,20 @@
-"""Real gloo processes for tests of pipelines: started once for a module, they run one job after the other."""
+"""Processes for tests of pipelines: started once for a file, they have imported the jobs of all of them."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-import torch.distributed as dist
+from benchmarks.gloo_processes import Failure, Processes
 
-_TIMEOUT_SECONDS = 90
-
-
-class Processes:
-    """So many processes that wait for jobs.
-
-    Args:
-        count: Number of processes.
-    """
-
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["pipeline_server"])
-        self._folder = tempfile.TemporaryDirectory()
-        self._jobs = [context.Queue() for _ in range(count)]
-        self._answers = context.Queue()
-        self._numbers = iter(range(10**6))
-        self._processes = [
-            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers), daemon=True)
-            for rank in range(count)
-        ]
-        with pytest.MonkeyPatch.context() as patch:
-            # The server, which the first one starts, finds modules as this process does.
-            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-            for process in self._processes:
-                process.start()
-
-    def run(self, world: int, job: Callable[..., Any], *arguments: Any, mortal: tuple[int, ...] = ()) -> list[Any]:
-        """What a function gives in each of ``world`` processes that can talk to each other. An exception counts as an answer.
-
-        Those that are ``mortal`` end without one: their exit code stands for it.
-        """
-        store = str(Path(self._folder.name) / f"store{next(self._numbers)}")
-        for rank in range(world):
-            self._jobs[rank].put((store, world, job, arguments))
-        answers: dict[int, Any] = {}
-        for _ in range(world - len(mortal)):
-            rank, answer = self._answers.get(timeout=_TIMEOUT_SECONDS)
-            answers[rank] = answer
-        for rank in mortal:
-            self._processes[rank].join(_TIMEOUT_SECONDS)
-            answers[rank] = self._processes[rank].exitcode
-        return [answers[rank] for rank in range(world)]
-
-    def close(self) -> None:
-        """End them."""
-        for jobs in self._jobs:
-            jobs.put(None)
-        for process in self._processes:
-            process.join(5)
-            process.kill()
-        self._folder.cleanup()
+__all__ = ["Failure", "Processes", "good", "processes"]
 
 
 @contextmanager
 def processes(count: int) -> Iterator[Processes]:
     """:class:`Processes` that end with the context."""
-    made = Processes(count)
+    made = Processes(count, preload=["pipeline_server"])
     try:
         yield made
     finally:
@@ -87,39 +26,3 @@ def good(answers: list[Any]) -> list[Any]:
     for rank, answer in enumerate(answers):
         assert not isinstance(answer, Failure), f"process {rank}:\n{answer.text}"
     return answers
-
-
-class Failure:
-    """An exception in a process."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.kind, self.message = type(error).__name__, str(error)
-        self.text = "".join(traceback.format_exception(error))
-
-
-def _work(rank: int, jobs: Any, answers: Any) -> None:
-    torch.set_num_threads(1)
-    while (task := jobs.get()) is not None:
-        # The library collects garbage and looks through all objects, of which imported modules have millions. Take these out.
-        gc.collect()
-        gc.freeze()
-        store, world, job, arguments = task
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), GROUP_RANK="0",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests",
-        )  # fmt: skip
-        try:
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world),
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(seconds=_TIMEOUT_SECONDS - 20),
-            )
-            answer = job(rank, *arguments)
-        except BaseException as error:
-            answer = Failure(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        answers.put((rank, answer))

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.optimum import Optimum
+from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import Solver, bounds, fine_slots, lower_bound_seconds, minimum_budget, plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.optimum import Optimum
-from tests.reference import best_by_budget, judge_all
 from tests.strategies import KINDS, chains, random_chain, with_skips
 
 # Bounds and plans are sums of the same durations in another order.

@@ -109,8 +109,8 @@ def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain,
 # One process in three situations: without Numba, with it switched off, and with no cache beside the package and none in the user's directory.
 SCRIPT = """
 import random, sys
-sys.path.insert(0, {tests!r})
-from strategies import random_chain
+sys.path.insert(0, {root!r})
+from benchmarks.random_chains import random_chain
 from lightning_rotor.planning.dynamic_program import Table, compiled_solve
 from lightning_rotor.planning.requirements import requirements_of
 
@@ -139,7 +139,7 @@ def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
     assert table.is_compiled
     table.solve()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(tests=str(Path(__file__).parent))],
+        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[1]))],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr

@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import best_by_budget, judge_all
 from strategies import KINDS, Kind, chains, random_chain, with_skips
 from torch import nn
 
+from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor import Checkpointable
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, ScheduleError, UnitError

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from benchmarks.fuzz import draw, judge, parse
+from benchmarks.fuzz_objects import CONTENTS, HOLDERS
+from lightning_rotor.private.torch_names import is_profiling
 from tests.grids import few
 
 SEED, PROGRAMS, CHUNK = 1, 200, 10
-# Pipelines have tests with processes of their own.
-NUMBERS = [number for number in range(300) if draw(SEED, number).way != "pipeline"][:PROGRAMS]
+# Programs over several processes have tests of their own.
+NUMBERS = [number for number in range(300) if draw(SEED, number).way in ("callback", "checkpointable")][:PROGRAMS]
 
 
 @pytest.mark.parametrize("first", few(range(0, PROGRAMS, CHUNK), *range(0, PROGRAMS // 2, CHUNK)))
@@ -18,6 +22,7 @@ def test_programs_train_to_the_same_bits_or_are_refused(first: int) -> None:
         program = draw(SEED, number)
         verdict = judge(program)
         assert not verdict.failed, f"{number}: {program}\n{verdict}\n{verdict.trace}"
+        assert not verdict.silently_over, f"{number}: {program}\n{verdict}"
 
 
 # What the fuzzer found, shrunk.
@@ -61,6 +66,17 @@ REGRESSIONS = {
     "a length planned from another one": (
         "body=(relu, relu, gelu), family='sequence', limit=None, features=('lengths', 'validation'), steps=4, seed=987"
     ),
+    "quantized weights that move when training is over": (
+        "body=(linear, quantized, linear), way='callback', style='traced', limit=2.0, features=('accumulate', 'uneven'), seed=418"
+    ),
+    "a metric in one of several planned modules": (
+        "body=(layerdrop(residual(metric, linear), row(prelu, linear)), own_parameter, clone_mul_), way='callback', family='image', limit=1.0, "
+        "features=('metric', 'stem', 'unnamed', 'foreach'), batch=3, seed=851"
+    ),
+    "a step measured while torch's checkpoint runs a layer again": (
+        "body=(odd_attributes, checkpointed(view, once_hook(linear), residual(default_array)), average), way='callback', style='recorded', "
+        "features=('adamw', 'metric', 'edit_weights', 'unnamed', 'pair_output', 'calls_vary'), steps=4, seed=381"
+    ),
 }
 
 
@@ -68,6 +84,39 @@ REGRESSIONS = {
 def test_what_the_fuzzer_found_stays_mended(name: str) -> None:
     verdict = judge(parse(f"Program({REGRESSIONS[name]})"))
     assert not verdict.failed, f"{verdict}\n{verdict.trace}"
+    assert not is_profiling()
+
+
+@pytest.mark.parametrize("seed", [79, 80])
+def test_layers_skipped_by_chance_beside_a_thread_that_waits(seed: int) -> None:
+    """What each run draws from is a draw itself, and what others draw from must be left alone."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    try:
+        for body in (
+            "linear, layerdrop(dropout, relu), linear",
+            "linear, layerdrop(dropout, noise, numpy_noise), linear, stochastic_depth(python_noise)",
+        ):
+            verdict = judge(parse(f"Program(body=({body}), limit=None, width=4, batch=12, steps=3, seed={seed})"))
+            assert verdict.kind == "equal", f"{verdict}\n{verdict.trace}"
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("content", [content for content in CONTENTS if content != "written"])  # plain autograd minds
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_layers_read_may_change_before_the_backward(holder: str, content: str) -> None:
+    """As behind a ``with`` around the forward: a recomputation of layers that are not recorded reads what their forward read."""
+    verdict = judge(
+        parse(
+            f"Program(body=(linear, {holder}_{content}, by_value, linear, {holder}_{content}, by_value, linear), limit=None, steps=2, "
+            "batch=24, features=('change_early',), seed=1)"
+        )
+    )
+    assert verdict.kind == "equal", f"{verdict}\n{verdict.trace}"
+    assert verdict.recomputed
 
 
 def test_a_program_is_its_text() -> None:

@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 def written(folder: Path, *options: str) -> str:
     """The table that the command writes."""
     command = [] if torch.cuda.is_available() else ["-m", "tests.cuda_device"]
-    command += ["benchmarks/gpu.py", "--small", "--to", str(folder / "gpu.md"), *options]
+    command += ["-m", "benchmarks.gpu", "--small", "--to", str(folder / "gpu.md"), *options]
     subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
     text = (folder / "gpu.md").read_text()
     assert "**Ended with" not in text, text
     assert "**Not finished" not in text, text
-    assert "`python benchmarks/gpu.py --small`" in text.split("\n## ")[0]
+    assert "`python -m benchmarks.gpu --small`" in text.split("\n## ")[0]
     return text
 
 

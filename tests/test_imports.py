@@ -222,3 +222,19 @@ def test_the_callback_without_lightning_says_what_to_install(without_lightning, 
 def test_no_line_is_wider_than_120_columns() -> None:
     for path in MODULES:
         assert max(map(len, path.read_text(encoding="utf-8").splitlines()), default=0) <= 120, path
+
+
+def test_benchmarks_import_nothing_of_tests_and_each_other_by_full_names() -> None:
+    benchmarks = sorted((ROOT / "benchmarks").glob("*.py"))
+    foreign = {
+        "tests",
+        "conftest",
+        *(path.stem for folder in ("tests", "benchmarks") for path in (ROOT / folder).glob("*.py")),
+    }
+    wrong = [
+        f"{where(path, line)} imports {name}"
+        for path in benchmarks
+        for name, line in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if name.partition(".")[0] in foreign
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 from strategies import random_chain, with_inversion, with_skips
 
+from benchmarks.optimum import Optimum
+from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_seconds, minimum_budget, plan
@@ -23,8 +25,6 @@ from lightning_rotor.report import draw_chain, plot_timeline
 from lightning_rotor.report.timeline import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
-from tests.optimum import Optimum
-from tests.reference import best_by_budget, judge_all
 from tests.test_planning import uniform_chain
 
 SAME = 1 + 1e-9

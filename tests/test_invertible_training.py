@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_models import Counting
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.pipeline_models import Counting
 from lightning_rotor.errors import ExecutionError, InverseError, ModelError, RotorWarning
 from lightning_rotor.invertible import AdditiveCoupling, InvertibleSequential, check_inverse, invertible_checkpoint
 from tests.invertible import (

@@ -11,11 +11,11 @@ from itertools import count
 
 import pytest
 
+from benchmarks.optimum import Optimum
+from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.optimum import Optimum
-from tests.reference import best_by_budget, judge_all
 from tests.strategies import KINDS, random_chain
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_models import ROWS, Counting, Tail, model_of, reference_step
 from pipelines import Failure, Processes, good, processes
 from test_coming_from import run as example
 from torch import nn
 from torch.nn import functional as F
 
+from benchmarks.pipeline_models import ROWS, Counting, Tail, build, model_of, ten_steps
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError
 from lightning_rotor.pipeline.pipelined import Pipeline, pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
+from lightning_rotor.pipeline.step import PipelineOptions
 from lightning_rotor.profiling.meters import CpuMeter
 
 
@@ -29,63 +29,6 @@ from lightning_rotor.profiling.meters import CpuMeter
 def group() -> Iterator[Processes]:
     with processes(4) as made:
         yield made
-
-
-def build(kind: str, options: PipelineOptions, memory_bytes: int | None = None) -> Any:
-    model, x, target = model_of(kind)
-    call = split(((x,), {}), sizes_of(ROWS, options.micro_batches))[0]
-    made = pipelined(
-        model,
-        model,
-        call,
-        options=options,
-        memory_bytes=memory_bytes,
-        state_bytes=lambda stages: [0] * len(stages),
-        processes=PipelineProcesses(torch.device("cpu")),
-    )
-    return model, x, target, made
-
-
-def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int) -> dict[int, torch.Tensor]:
-    sizes = made.sizes(x)
-    targets, losses = split(target, sizes), {}
-
-    def loss(output: torch.Tensor, number: int) -> torch.Tensor:
-        value = F.mse_loss(output, targets[number])
-        losses[number] = value.detach()
-        return value * (sizes[number] / sum(sizes))
-
-    made.runner.run(made.runner.inputs(split(((x,), {}), sizes)), loss, seed=seed)
-    return losses
-
-
-def ten_steps(rank: int, kind: str, options: PipelineOptions) -> dict[str, float]:
-    """How far losses and gradients of ten steps, and what they end in, are from those of one process."""
-    model, x, target, made = build(kind, options)
-    other = model_of(kind)[0]
-    made.placement.give_up()
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other)]
-    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "buffer": 0.0}
-    for number in range(10):
-        rows = ROWS if number % 3 else 7  # smaller batches among them
-        losses = step(made, x[:rows], target[:rows], seed=number)
-        chain = made.partition.problem.chain if kind == "transformer" else None
-        expected = reference_step(
-            other, x[:rows], target[:rows], sizes_of(rows, options.micro_batches), seed=number, chain=chain
-        )
-        worst["loss"] = max([worst["loss"], *(float(abs(losses[n] - expected[n])) for n in losses)])
-        for (_, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-            if mine.device.type != "meta":
-                worst["gradient"] = max(worst["gradient"], float((mine.grad - theirs.grad).abs().max()))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    made.placement.restore()
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    worst["weight"] = max(float((mine - theirs).abs().max().detach()) for mine, theirs in pairs)
-    buffers = zip(model.buffers(), other.buffers(), strict=True)
-    worst["buffer"] = max([0.0, *(float((mine - theirs).abs().max()) for mine, theirs in buffers)])
-    return worst
 
 
 CASES = [

@@ -16,12 +16,12 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import CombinedLoader
-from pipeline_models import Tail, Up
 from pipelines import Failure, Processes, good, processes
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.pipeline_models import Tail, Up
 from lightning_rotor.pipeline import pipelined
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.profiling import profile_chain

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Case, cases
-from reference import baselines, best_by_budget, judge_all
 from strategies import KINDS, Kind, chains, random_chain, with_skips
 
+from benchmarks.reference import baselines, best_by_budget, judge_all
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
 from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, solver

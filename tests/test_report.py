@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from reference import baselines
 from rich.console import Console
 from strategies import chains, random_chain, with_skips
 
+from benchmarks.reference import baselines
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.report import (

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError, ScheduleError
@@ -26,7 +27,6 @@ from lightning_rotor.profiling.stage import Layout, layouts_from, memories_elsew
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
-from tests.reference import best_by_budget, judge_all
 from tests.strategies import random_chain, random_schedule, with_skips
 
 # ---------------------------------------------------------------------------------------------------- models

@@ -36,7 +36,7 @@ from lightning_rotor.private.values import (
     attributes_of,
     flatten,
     keystr,
-    tree_flatten_with_path,
+    leaves_by_path,
     tree_unflatten,
 )
 from lightning_rotor.stages.generators import generator_state
@@ -110,7 +110,7 @@ class Call:
         """The argument that each leaf is in, and the place in it; ``TypeError`` if the forward takes no such call."""
         args, kwargs = self._unflatten(list(range(len(self.leaves))))
         arguments = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).arguments
-        found, _ = tree_flatten_with_path(dict(list(arguments.items())[1:]))
+        found = leaves_by_path(dict(list(arguments.items())[1:]))
         named = {number: f"{getattr(path[0], 'key', None)!r}{keystr(path[1:])}" for path, number in found}
         return [named[number] for number in range(len(self.leaves))]
 

@@ -163,6 +163,7 @@ class Recorder(TorchFunctionMode):
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
             self.check.is_over = True
+            self._writer.values.forget_tensors()
         writer, asked = self._writer, self._writer.asked
         behind = ancestors([node for node, _ in asked])
         for leaf, check, appearance in self._leaves:

@@ -217,6 +217,10 @@ class _Values:
         reference, node = self._nodes.get(id(tensor), (None, None))
         return node if reference is not None and reference() is tensor else None
 
+    def forget_tensors(self) -> None:
+        """Let go of them: torch moves no parameter of a class of its own to which there is a weak reference."""
+        self._nodes.clear()
+
     def first_of(self, node: fx.Node) -> fx.Node:
         """The first node that shares a node's memory."""
         return self._firsts.get(node, node)

@@ -42,7 +42,7 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.stages.generators import GeneratorStates, drawn_since
 from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage
-from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot, code_of
 
 
 class _Flags(threading.local):
@@ -420,7 +420,8 @@ class FirstPass:
         ]
         if self.state.attributed or private.any_hooks_of_all():
             observers = Observers(self.state.attributed)
-            self._watched = Snapshot(self.state.attributed, small_bytes=SMALL_BYTES), observers
+            code = code_of(self.state.attributed)  # whose globals and enclosing variables may change until the backward
+            self._watched = Snapshot(self.state.attributed, also=code, small_bytes=SMALL_BYTES), observers
             observers.watch()
         if self.state.attributed or self._device is not None:
             own, torchs = bool(self.state.attributed), self._device is not None

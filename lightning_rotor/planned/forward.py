@@ -140,7 +140,10 @@ class PlannedForward:
             return _BoundCall(signature, value, plans.prepare(signature, value))
         except ProfilerBusyError as error:
             source.hear(ProfilerBusy(error))
-            return None
+        except ModelError as error:
+            # A stage does not run without those before it.
+            source.hear(NoChain(plans.name, error))
+        return None
 
     # ---------------------------------------------------------------- out of memory
 

@@ -315,17 +315,18 @@ class StepLimit:
         step.refusal = None
         stage = error.stage
         highest = highest_of(step.as_later(phases))
-        rest_bytes = 0
-        if highest is not None:
-            rest_bytes = int(highest.peak_bytes * _UNEVEN) - error.minimum_bytes
         least_bytes = error.minimum_bytes - budget.reserved_bytes
-        if highest is not None and rest_bytes > 0:
+        needed_bytes = error.minimum_bytes
+        if highest is not None and highest.peak_bytes * _UNEVEN > error.minimum_bytes:
             if highest.is_final:
                 self._go_beyond(self._final_error(highest))
                 return
-            available_bytes = budget.available_bytes - rest_bytes
-            budget = budget.reduced_to(available_bytes, "what else this step has taken")
+            needed_bytes = max(needed_bytes, highest.peak_bytes)
             stage = step.setter(highest)
+        # Measured anew, a chain may take some bytes more.
+        rest_bytes = int(needed_bytes * _UNEVEN) - error.minimum_bytes
+        available_bytes = budget.available_bytes - rest_bytes
+        budget = budget.reduced_to(available_bytes, "what else steps take")
         refusal = budget.refusal(least_bytes, error, stage=stage)
         self._go_beyond(self._or_final(refusal))
 

@@ -22,6 +22,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import (
     BudgetError,
     MessageError,
+    ModelError,
     PlanError,
     ProfilerBusyError,
     ProfilingError,
@@ -295,8 +296,12 @@ class ModulePlans:
             try:
                 plan = self._solve(profile, budget)
             except BudgetError:
-                # Bounds may be too high where the truth fits, so it is measured.
-                return None
+                # Bounds may be too high where the truth fits, so it is measured. Nothing fits into nothing, which is
+                # left where calls share what there is.
+                outcome = None if budget.available_bytes > 0 else self._outcome(profile)
+                if not isinstance(outcome, Plan):
+                    return None
+                plan = outcome
         rough_seconds = 0.0
         if not estimate.is_near:
             rough_seconds = lost_by(plan, least_overhead)
@@ -344,14 +349,19 @@ class ModulePlans:
         self._source.hear(MeasuringBegins())
         start = time.perf_counter()
         with measuring_progress(enabled=self._settings.show_progress) as progress:
-            profile = profile_chain(
-                signature.cut.stages,
-                value,
-                progress=progress,
-                compiled=self._compiled,
-                ranks=self._source.ranks,
-                accumulating=self._source.accumulates,
-            )
+            try:
+                profile = profile_chain(
+                    signature.cut.stages,
+                    value,
+                    progress=progress,
+                    compiled=self._compiled,
+                    ranks=self._source.ranks,
+                    accumulating=self._source.accumulates,
+                )
+            except (TypeError, AttributeError, KeyError) as error:
+                # Where the code itself is at fault, its real run says so next, or that of its parts.
+                name = type(signature.cut.module).__name__
+                raise ModelError(f"{name} cannot be measured stage by stage: {error}") from error
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED

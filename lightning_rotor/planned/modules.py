@@ -143,6 +143,11 @@ class PlannedModules:
             return False
         return all(module.name == name for module in self)
 
+    @property
+    def made_before_bytes(self) -> int:
+        """Bytes that a step has made, and still holds, when it calls the first of them, as far as is known."""
+        return 0 if self._search is None else self._search.made_before(self.names)
+
     # ---------------------------------------------------------------- the choice
 
     def begin(self, known: Sequence[Target] = ()) -> bool:
@@ -269,8 +274,7 @@ class PlannedModules:
         target = self._unseen[name]
         inside = set(target.module.modules())
         for other, waiting in list(self._unseen.items()):
-            around = waiting.module.modules()
-            if waiting.module in inside or target.module in around:
+            if waiting.module in inside or _holds(waiting.module, target.module):
                 self._dismiss(other)
         self._plan(target)
 
@@ -435,7 +439,13 @@ class PlannedModules:
 def _overlaps(module: nn.Module, others: Collection[nn.Module]) -> bool:
     """True if one of others is inside of a module, or around it."""
     inside = set(module.modules())
-    return any(other in inside or module in other.modules() for other in others)
+    return any(other in inside or _holds(other, module) for other in others)
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """True if a module lies in another one, or is it."""
+    # A metric of torchmetrics equals any module, so that ``in`` a list tells nothing.
+    return any(module is inner for module in outer.modules())
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

@@ -124,7 +124,8 @@ class Step:
         self.is_over = False
         self._start: StepStart | None = None
         # What later steps hold besides, as the step itself has shown.
-        self._more_bytes = 0
+        self._more_forward_bytes = 0
+        self._more_backward_bytes = 0
 
     # ---------------------------------------------------------------- its start
 
@@ -147,17 +148,27 @@ class Step:
         """True if no optimizer has stepped before, as far as somebody has looked."""
         return self._start is not None and self._start.is_first
 
-    def note_unseen_input(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the input of the first call, which the step has made before a meter of the CPU could see it."""
+    def note_unseen(self, tensors: Iterable[torch.Tensor], before_bytes: int) -> None:
+        """Count what the step has made before its first call, when no meter of the CPU could see it yet.
+
+        Args:
+            tensors: Input of the call, which stays for the backward.
+            before_bytes: All that the step has made by then and still holds, as its dry run has counted it.
+        """
         of_batch = sizes_by_address(self.batch)
+        input_bytes = 0
         for address, size_bytes in sizes_by_address(tensors).items():
             if address not in of_batch:
-                self._more_bytes += size_bytes
+                input_bytes += size_bytes
+        self._more_backward_bytes += input_bytes
+        self._more_forward_bytes += max(input_bytes, before_bytes)
 
     def note_state(self, state_bytes: int) -> None:
         """The state of optimizers is known, now that they have stepped."""
         if self._start is not None:
-            self._more_bytes += state_bytes - self._start.state_bytes
+            error_bytes = state_bytes - self._start.state_bytes
+            self._more_forward_bytes += error_bytes
+            self._more_backward_bytes += error_bytes
 
     # ---------------------------------------------------------------- its calls
 
@@ -200,9 +211,9 @@ class Step:
             elif phase.is_final:
                 more_bytes = 0
             elif phase.is_backward:
-                more_bytes = start.missing_backward_bytes + self._more_bytes
+                more_bytes = start.missing_backward_bytes + self._more_backward_bytes
             else:
-                more_bytes = start.missing_forward_bytes + self._more_bytes
+                more_bytes = start.missing_forward_bytes + self._more_forward_bytes
             later.append(phase.raised(more_bytes))
         return later
 

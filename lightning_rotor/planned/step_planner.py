@@ -53,6 +53,9 @@ from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import MemoryLimit
 
+# Where sizes change at every step, there is always another plan, and it may never be one that fits.
+_MOST_IN_A_ROW = 4
+
 
 class StepPlanner(BudgetSource):
     """Keeps the steps of a training inside a limit; ``ModelError`` if a module of these names cannot be planned.
@@ -94,6 +97,8 @@ class StepPlanner(BudgetSource):
         # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
         self._awaits_optimizer = False
+        # Measured steps beyond the limit, of calls that share it.
+        self._excesses_in_a_row = 0
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
         try:
@@ -236,12 +241,12 @@ class StepPlanner(BudgetSource):
         self.limit.check_final(step, phases)
 
     def _close_choice(self, step: Step) -> None:
-        """The first step has shown which modules it calls. One call alone is planned again, with all that is left."""
+        """The first step has shown which modules it calls."""
         given_up = self.modules.close([call.key.name for call in step.numbers])
         step.leave_out(given_up)
         if len(step.numbers) == 1:
+            # One call alone runs as lean as it did once more: what is around it shows in the second step.
             step.shares_budget = False
-            self.modules.keep_only(lambda plan: False)
 
     def _tell(self) -> None:
         """Say what is planned, once that is certain."""
@@ -287,6 +292,7 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not phase.is_final)
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None and not step.is_first:
+            self._excesses_in_a_row = self._excesses_in_a_row + 1 if exceeds else 0
             self._learn_draw(step, highest.peak_bytes)
         self._joint_plans.follow(step, phases, exceeds=exceeds)
         self.plan = self._joint_plans.largest(step) or self.plan
@@ -294,7 +300,8 @@ class StepPlanner(BudgetSource):
             # A first step takes what no later one does: it makes the optimizers' state, and compiles.
             return
         self._note_excess(highest)
-        if not any(call.has_another_plan for call in step.numbers):
+        has_another_plan = any(call.has_another_plan for call in step.numbers)
+        if not has_another_plan or self._excesses_in_a_row >= _MOST_IN_A_ROW:
             self._exceeded(step)
 
     def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
@@ -426,7 +433,7 @@ class StepPlanner(BudgetSource):
             return
         if step.is_first and not step.numbers and self.loop.device().type == "cpu":
             # The meter begins in here, since there was no plan before.
-            step.note_unseen_input(tensors_in(value))
+            step.note_unseen(tensors_in(value), self.modules.made_before_bytes)
         self.watch.mark(PhaseKind.FORWARD, call=len(step.numbers))
 
     def _call_ran(self, event: CallRan) -> None:

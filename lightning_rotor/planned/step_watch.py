@@ -11,6 +11,7 @@ from lightning_rotor.errors import ProfilingError
 from lightning_rotor.memory.held import replaceable
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
+from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import Recording
 
@@ -37,6 +38,7 @@ class StepWatch:
         self.is_exact = True
         self._steps_left = 0
         self._meter: StepMeter | None = None
+        self._on_cpu = False
         self._marks: list[Mark] = []
         self._base_bytes = 0
         # Gradients and optimizer state when the step began, with their addresses. The CPU's allocator reports a block
@@ -76,6 +78,7 @@ class StepWatch:
 
         Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
         step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
+        Nor inside of a backward, see :meth:`drop`.
 
         Args:
             loop: The training.
@@ -85,9 +88,9 @@ class StepWatch:
         Returns:
             True if the meter runs now.
         """
-        if self._was_interrupted:
-            return False
         on_cpu = loop.device().type == "cpu"
+        if self._was_interrupted or (on_cpu and backward_number() is not None):
+            return False
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
             return False
@@ -103,6 +106,7 @@ class StepWatch:
                 loop.warn(f"RotorCallback cannot measure the peak of this step: {error}")
             return False
         self._meter = meter
+        self._on_cpu = on_cpu
         self.sees_all = sees_all
         self._marks = [Mark(PhaseKind.START)]
         self._gone = [set()]
@@ -138,7 +142,13 @@ class StepWatch:
         return True
 
     def drop(self) -> None:
-        """Give torch's one profiler back: a new input shape is about to be measured, or training is over."""
+        """Give torch's one profiler back: a new input shape is about to be measured, or training is over.
+
+        Not inside of a backward, as where torch's checkpoint runs a module again: at its end torch sets back which
+        profiler recorded when it began, and one that is over would seem to record for ever.
+        """
+        if self._on_cpu and backward_number() is not None:
+            return
         if self._end() is not None:
             self._was_interrupted = True
 

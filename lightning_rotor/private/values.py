@@ -4,7 +4,7 @@
 ``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
@@ -13,7 +13,9 @@ from weakref import ref
 import numpy as np
 import torch
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     GetAttrKey,
+    SequenceKey,
     TreeSpec,
     keystr,
     register_pytree_node,
@@ -34,7 +36,6 @@ __all__ = [
     "TreeSpec",
     "keystr",
     "tree_flatten",
-    "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
@@ -82,6 +83,24 @@ def _taken_apart(record: Any) -> tuple[list[Any], Any]:
 def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
     values, (kind, names) = _taken_apart(record)
     return [(GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], (kind, names)
+
+
+def leaves_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each leaf and the way to it. Parts of containers that were registered without names for them are numbered."""
+    found, _ = tree_flatten_with_path(value, is_leaf=_is_nameless)
+    for way, leaf in found:
+        if not _is_nameless(leaf):
+            yield (*path, *way), leaf
+            continue
+        parts, _ = SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        for number, part in enumerate(parts):
+            yield from leaves_by_path(part, (*path, *way, SequenceKey(number)))
+
+
+def _is_nameless(value: Any) -> bool:
+    """True of a container of whose parts torch's pytree knows no names."""
+    node = SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
 
 
 def _put_together(values: Iterable[Any], context: Any) -> Any:

@@ -329,7 +329,7 @@ class _Measuring:
         That comes before anything that may end measuring on one process, as a profiler does that is taken there.
         """
         seen = set[Any]()
-        for number, boundary in walk(self.stages, self._inputs):
+        for number, boundary in self._walk(self.stages):
             stage = self._unmeasured(number, boundary)
             key = stage.key(())
             if self._ranks.any(key not in seen):
@@ -337,10 +337,17 @@ class _Measuring:
                     look_for_messages(profiler)
             seen.add(key)
 
+    def _walk(self, stages: Sequence[Stage]) -> Iterator[tuple[int, Boundary]]:
+        """The numbers of stages with their inputs, which runs from the numbers that the scan began with have made."""
+        for number, boundary in walk(stages, self._inputs):
+            yield number, boundary
+            for start in self.behaviours[number].starts[:1]:
+                start.restore(self.behaviours[number].drawn)
+
     def measure(self, progress: Progress | None) -> None:
         """Measure all stages, and those again whose gradients other stages leave otherwise than supposed."""
         before: Boundary | None = None
-        for number, boundary in walk(self.stages, self._inputs):
+        for number, boundary in self._walk(self.stages):
             stage = self._unmeasured(number, boundary)
             self._find(stage, (), boundary)
             self._chain.append(stage)
@@ -351,7 +358,7 @@ class _Measuring:
                 progress(number + 1, len(self.stages))
         # What a stage is given depends on later ones alone, so each forward settles at least the last of these.
         while stale := [number for number in reversed(range(len(self._chain) - 1)) if not self._settle(number)]:
-            for number, boundary in walk(self.stages[: stale[0] + 1], self._inputs):
+            for number, boundary in self._walk(self.stages[: stale[0] + 1]):
                 if number in stale:
                     self._settle(number, boundary)
 
@@ -423,6 +430,8 @@ class _Measuring:
         state = replace(state, written=behaviour.written, drawn=behaviour.drawn)
         ends, generators = StageEnds.of(stage, number, self._scan), GeneratorStates(self._device)
         if generators.shared:
+            # Where the scan has run it: from other numbers, code that skips layers could draw from other generators.
+            generators = behaviour.starts[0] if behaviour.starts else generators
             generators.keep_only(behaviour.drawn)
         profiler = StageProfiler(
             stage,

@@ -282,6 +282,8 @@ class AssumedArrays(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and is_fake(args[0]):
             return self._array(args[0])
+        if func is torch.Tensor.__deepcopy__:
+            return _copied(*args)
         if func in private.RECURRENT and isinstance(args[2], (torch.Tensor, tuple)) and is_fake(args[0]):
             return _packed_run(func, *args)
         if func is private.pad_sequences and is_fake(args[0]):
@@ -295,6 +297,14 @@ class AssumedArrays(TorchFunctionMode):
         self._counts.assumed_values += known is None
         with private.no_dispatch():
             return (torch.ones(tensor.shape, dtype=tensor.dtype) if known is None else known).numpy()
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """A deep copy. Torch's own (2.14) fails on fake tensors, and leaves one behind that crashes the process."""
+    copied: torch.Tensor | None = memo.get(id(tensor))
+    if copied is None:
+        memo[id(tensor)] = copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return copied
 
 
 def _packed_run(func: Any, data: torch.Tensor, sizes: torch.Tensor, state: Any, *settings: Any) -> Any:

@@ -145,6 +145,7 @@ def _replayed_part(profiler: StageProfiler) -> float:
 
 
 def _replayed_part_once(profiler: StageProfiler) -> float:
+    profiler.rewind()
     value = profiler.boundary.fresh()
     times = [profiler.meter.now()]
 

@@ -165,6 +165,7 @@ class Behaviour(NamedTuple):
     updating: tuple[nn.Module, ...]  # modules that changed buffers
     written: tuple[nn.Parameter, ...]  # parameters that were changed
     drawn: tuple[str, ...] = ()  # kinds of generators that it draws from
+    starts: tuple[GeneratorStates, ...] = ()  # where these stood before each stage that draws, if threads may draw, too
 
     @classmethod
     def of_all(cls, each: Sequence[Behaviour]) -> Behaviour:
@@ -305,8 +306,9 @@ def _look(
         repeatable = not ranks.any(not _same(outputs, outputs_of(stage, boundary)))
     draws_random = bool(drawn) or _may_draw(stage)
     behaviour = Behaviour(
-        draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written), tuple(drawn)
-    )
+        draws_random, repeatable, leaves_traces, bool(noticed), updating, tuple(written), tuple(drawn),
+        starts=(states,) if drawn and states.shared else (),
+    )  # fmt: skip
     return outputs, made, changed, behaviour
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.messages import members_of
@@ -24,12 +25,13 @@ from lightning_rotor.private.torch_names import (
     backward_number,
     fake_with_value,
     forget_value,
+    identity_of,
     mode_of,
     no_dispatch,
     packet_of,
     with_values,
 )
-from lightning_rotor.private.values import tensors_in, tree_leaves
+from lightning_rotor.private.values import plain_parts, tensors_in, tree_leaves
 from lightning_rotor.profiling.dry_run import (
     MOST_KNOWN,
     AssumedArrays,
@@ -43,6 +45,7 @@ from lightning_rotor.stages.snapshot import is_users
 _log = logging.getLogger(__name__)
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
+_MOST_BEFORE = 100  # modules, before whose first calls is counted what a step has made
 _LONGEST_REASON = 300
 
 
@@ -56,6 +59,7 @@ class StepCompute(AssumedValues):
         calls: How often each of these was called.
         messages: Ranks of the processes with which modules exchange messages, one set a group. None is sent here.
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
+        made_before: Bytes that the step had made, and still held, when it first called each of these; of the first ones.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
     """
 
@@ -69,19 +73,36 @@ class StepCompute(AssumedValues):
         self.calls: Counter[str] = Counter()
         self.messages: defaultdict[str, set[frozenset[int]]] = defaultdict(set)
         self.unfinished: set[str] = set()
+        self.made_before: dict[str, int] = {}
         self.stopped_at = ""
+        self._older = _storages([*model.parameters(), *model.buffers(), *_tensors_of(model)])
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._running: list[str] = []
         self._draws = torch.Generator().manual_seed(0)
+        self._counted = {name: id(module) for name, module in model.named_modules()}
         for name, module in model.named_modules():
             # Not a hook: those do not fire when a forward is called by its name.
             module.__dict__["forward"] = partial(self._call, name, module, module.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCompute:
+        """Itself: the forward of a copy that the step makes of a module finds it, and counts for none of them."""
+        return self
+
+    def exclude(self, inputs: Any) -> None:
+        """Count what a step is given as not made by it."""
+        self._older |= _storages(tensors_in(inputs))
 
     def share(self, name: str) -> float:
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
         return self.plannable[name] / self.total if self.total else 0.0
 
     def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if id(module) != self._counted[name]:  # a copy, which no plan reaches
+            return forward(*args, **kwargs)
         learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if learning and name not in self.made_before and len(self.made_before) < _MOST_BEFORE:
+            self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
+            self.made_before[name] = sum(size for _, size in self._made.values())
         recursive, before = name in self._running, self.total
         self._running.append(name)
         try:
@@ -111,6 +132,9 @@ class StepCompute(AssumedValues):
             for tensor in tensors_in((args, kwargs or {})):
                 forget_value(tensor)  # torch would compute with known values, and so send them
         result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
+        if len(self.made_before) < _MOST_BEFORE and backward_number() is None:
+            found = _storages(tensors_in(result))
+            self._made |= {key: each for key, each in found.items() if key not in self._older}
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
         if self.assumed_values == assumed and backward_number() is None:  # not in a backward
@@ -163,6 +187,7 @@ def _count(
         with with_values(MOST_KNOWN), FakeTensorMode(allow_non_fake_inputs=True) as mode:
             duplicate, copied = fake_copy((model, inputs), mode, replacements, with_values=True)
             found = StepCompute(duplicate)
+            found.exclude(copied)
             try:
                 with found, AssumedArrays(found):
                     step(duplicate, copied)
@@ -185,6 +210,17 @@ def _place_of(error: Exception) -> str:
     if not frames:
         return f"a {type(error).__name__}"
     return f"{frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line}"
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[StorageWeakRef, int]]:
+    """Memory of tensors, as long as it is there, and its bytes."""
+    found = [part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)]
+    return {identity_of(storage): (StorageWeakRef(storage), storage.nbytes()) for storage in found}
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold in attributes of their own."""
+    return [held for module in model.modules() for held in vars(module).values() if isinstance(held, torch.Tensor)]
 
 
 def _outputs_in(value: Any) -> list[torch.Tensor]:

@@ -151,8 +151,9 @@ class DrawsSeen(private.TorchDispatchMode):
 #   the measured stage        S ──────────── T ──────────── U      it does not draw, so there is nothing to set back
 #   a thread that prefetches       draws: T         draws: U       and the generator stays at U
 #
-# So only generators that the code itself draws from are set back. Which these are is told by running it: a generator
-# that has not moved in one of several runs is none of them.
+# So only generators that the code itself draws from are set back. Which these are is told by running it once more from
+# the same numbers, while other threads rest: code that skips layers by chance then takes the same way, and draws from
+# the same generators. If they do not rest, a generator that has not moved in one of several runs is none of them.
 
 
 class _Left(threading.local):
@@ -191,14 +192,23 @@ def drawn_since(
 ) -> frozenset[str]:
     """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
 
-    A kind that moves in every run is taken for the code's. If it is not in ``certain``, another thread may have moved
-    it each time: a warning says so if equal runs move it differently.
+    Where other threads do not rest, a kind that moves in every run is taken for the code's. If it is not in
+    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently.
     """
     drawn = before.changed()
+    if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
+        return drawn
+    if (behind := _at_rest(before)) is not None:
+        drawn = before.changed()
+        before.restore(drawn)
+        again()
+        moved = before.changed()
+        behind.restore()
+        return drawn & moved
     for _ in range(_RUNS):
         if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
             return drawn
-        time.sleep(_REST_SECONDS)  # what prefetches comes to rest when its queue is full
+        time.sleep(_REST_SECONDS)
         now = before.now()
         again()
         drawn &= now.changed()
@@ -212,6 +222,17 @@ def drawn_since(
             stacklevel=2,
         )
     return drawn
+
+
+def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
+    """The state of the same generators once nobody draws from them; None if somebody does not stop."""
+    now = states.now()
+    for _ in range(_RUNS):
+        time.sleep(_REST_SECONDS)  # what prefetches comes to rest when its queue is full
+        before, now = now, states.now()
+        if now.equals(before):
+            return now
+    return None
 
 
 def _moves_differently(kind: str, before: GeneratorStates, again: Callable[[], object]) -> bool:

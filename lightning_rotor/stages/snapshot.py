@@ -27,6 +27,7 @@ from operator import is_
 from pathlib import Path
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -284,7 +285,10 @@ class Snapshot:
         self._dict(function.keywords)
 
     def _variable(self, variable: ContextVar[Any]) -> None:
-        self._pending += (variable.get(None),)
+        self._keep(VARIABLE, variable, {"": VARIABLE.read(variable, "")})
+
+    def _reference(self, reference: ReferenceType[Any]) -> None:
+        self._pending += (reference(),)
 
     def _object(self, value: Any) -> None:
         """Look at an object of the user's, or of a library if it holds nothing but data."""
@@ -516,6 +520,7 @@ _KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
     ((MethodType, BuiltinMethodType), Snapshot._method),
     (partial, Snapshot._partial),
     (ContextVar, Snapshot._variable),
+    (ReferenceType, Snapshot._reference),
 )
 _OBJECTS = tuple(look for base, look in _KINDS if base is not GENERATORS)
 _LOOKS: dict[type, Callable[[Snapshot, Any], None] | None] = {

@@ -1,4 +1,5 @@
-"""Tiny models for tests of pipelines, and a training step of each in one process, micro-batch by micro-batch."""
+# ruff: noqa: D102  (forwards of small models)
+"""Tiny models for pipelines, and training steps of each: in one process, micro-batch by micro-batch, and against that one in several."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from torch.nn import functional as F
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.pipeline.micro_batches import mixed, seeded, with_seeds
-from lightning_rotor.pipeline.pipelined import cut_for_rows
+from lightning_rotor.pipeline.micro_batches import mixed, seeded, sizes_of, split, with_seeds
+from lightning_rotor.pipeline.pipelined import cut_for_rows, pipelined
+from lightning_rotor.pipeline.placement import PipelineProcesses
+from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.skip import pop, skippable, stash
 from lightning_rotor.stages.sequential import wiring_of
 
@@ -163,3 +166,62 @@ def reference_step(
         outputs.append(loss.detach())
         start += size
     return outputs
+
+
+def build(kind: str, options: PipelineOptions, memory_bytes: int | None = None) -> Any:
+    """A pipeline, with its model, input and target."""
+    model, x, target = model_of(kind)
+    call = split(((x,), {}), sizes_of(ROWS, options.micro_batches))[0]
+    made = pipelined(
+        model,
+        model,
+        call,
+        options=options,
+        memory_bytes=memory_bytes,
+        state_bytes=lambda stages: [0] * len(stages),
+        processes=PipelineProcesses(torch.device("cpu")),
+    )
+    return model, x, target, made
+
+
+def step(made: PipelinedModule, x: torch.Tensor, target: torch.Tensor, seed: int) -> dict[int, torch.Tensor]:
+    """One training step of a pipeline: losses of micro-batches, by number, where they are known."""
+    sizes = made.sizes(x)
+    targets, losses = split(target, sizes), {}
+
+    def loss(output: torch.Tensor, number: int) -> torch.Tensor:
+        value = F.mse_loss(output, targets[number])
+        losses[number] = value.detach()
+        return value * (sizes[number] / sum(sizes))
+
+    made.runner.run(made.runner.inputs(split(((x,), {}), sizes)), loss, seed=seed)
+    return losses
+
+
+def ten_steps(rank: int, kind: str, options: PipelineOptions) -> dict[str, float]:
+    """How far losses and gradients of ten steps, and what they end in, are from those of one process."""
+    model, x, target, made = build(kind, options)
+    other = model_of(kind)[0]
+    made.placement.give_up()
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, other)]
+    worst = {"loss": 0.0, "gradient": 0.0, "weight": 0.0, "buffer": 0.0}
+    for number in range(10):
+        rows = ROWS if number % 3 else 7  # smaller batches among them
+        losses = step(made, x[:rows], target[:rows], seed=number)
+        chain = made.partition.problem.chain if kind == "transformer" else None
+        expected = reference_step(
+            other, x[:rows], target[:rows], sizes_of(rows, options.micro_batches), seed=number, chain=chain
+        )
+        worst["loss"] = max([worst["loss"], *(float(abs(losses[n] - expected[n])) for n in losses)])
+        for (_, mine), (_, theirs) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+            if mine.device.type != "meta":
+                worst["gradient"] = max(worst["gradient"], float((mine.grad - theirs.grad).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    made.placement.restore()
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    worst["weight"] = max(float((mine - theirs).abs().max().detach()) for mine, theirs in pairs)
+    buffers = zip(model.buffers(), other.buffers(), strict=True)
+    worst["buffer"] = max([0.0, *(float((mine - theirs).abs().max()) for mine, theirs in buffers)])
+    return worst
