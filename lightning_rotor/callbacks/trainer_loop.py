@@ -21,8 +21,8 @@ from lightning_rotor.planned.target_search import Target, TargetSearch, named_ta
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.torch_names import has_step_hooks, outside_of_graphs
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
+from lightning_rotor.stages.holders import PLAIN
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.snapshot import PLAIN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -44,7 +44,8 @@ from lightning_rotor.private.sharding import Unit, left_as_found, units_in
 from lightning_rotor.private.values import TreeSpec, like, tensors_in, tree_flatten, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
 from lightning_rotor.simulator import check_schedule
-from lightning_rotor.stages.sequential import Stage, Wire, Wiring, unpacked
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.wiring import Wire, Wiring, unpacked
 
 NO_STATE = SegmentState()
 # Calls that one more level of segments takes, most of them torch's.

@@ -49,14 +49,8 @@ from lightning_rotor.execution.segment_state import SegmentState, state_of
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import TreeSpec, same_bits, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.sequential import (
-    DRAWS,
-    Stage,
-    has_fused_backward,
-    require_like,
-    require_own_output,
-    require_tensors,
-)
+from lightning_rotor.stages.inverses import DRAWS, has_fused_backward, require_like, require_own_output, require_tensors
+from lightning_rotor.stages.sequential import Stage
 
 # ----------------------------- A backward inside of a backward: it touches no ``grad`` and fires no hook of the user's.
 

@@ -12,7 +12,9 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import as_found, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import is_fake, tensors_in
-from lightning_rotor.stages.generators import DrawsSeen, GeneratorStates, others_may_draw
+from lightning_rotor.stages.draws import DrawsSeen
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 

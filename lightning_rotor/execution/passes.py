@@ -40,8 +40,10 @@ from lightning_rotor.errors import ExecutionError, InverseError
 from lightning_rotor.execution.segment_state import Observers, SegmentState
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.undoing import undone
-from lightning_rotor.stages.generators import GeneratorStates, drawn_since
-from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.known_layers import NORMALIZATIONS
+from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 
 

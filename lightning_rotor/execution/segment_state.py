@@ -16,8 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.values import is_made_of_others, plain_parts, tensors_in
-from lightning_rotor.stages.sequential import NORMALIZATIONS, Stage, has_own_code, is_plain_stock, runs_members_in_a_row
-from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot, length_of
+from lightning_rotor.stages.containers import length_of
+from lightning_rotor.stages.known_layers import NORMALIZATIONS, has_own_code, is_plain_stock, runs_members_in_a_row
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
 from lightning_rotor.units import in_blocks
 
 # ----------------------------------------------------------------------------------------------------

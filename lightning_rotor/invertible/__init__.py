@@ -20,7 +20,7 @@ from lightning_rotor.invertible.layers import (
     invertible_checkpoint,
     reverse,
 )
-from lightning_rotor.stages.sequential import Invertible, Reversible, has_fused_backward, is_invertible
+from lightning_rotor.stages.inverses import Invertible, Reversible, has_fused_backward, is_invertible
 
 __all__ = [
     "AdditiveCoupling",

@@ -15,9 +15,8 @@ from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import is_fake, tensors_in, tree_flatten, tree_leaves, tree_map
-from lightning_rotor.stages.sequential import (
+from lightning_rotor.stages.inverses import (
     DRAWS,
-    Stage,
     has_fused_backward,
     require_invertible,
     require_like,
@@ -25,6 +24,7 @@ from lightning_rotor.stages.sequential import (
     require_tensors,
     shares_memory,
 )
+from lightning_rotor.stages.sequential import Stage
 
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 

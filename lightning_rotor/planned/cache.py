@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_rotor.capture.guards import ModuleFacts
+from lightning_rotor.capture.module_facts import ModuleFacts
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost, UnlikeChainsError, combined
 from lightning_rotor.errors import RotorError
 from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch

@@ -13,16 +13,19 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
-from lightning_rotor.capture.guards import ModuleFacts, Watch
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.module_facts import ModuleFacts
+from lightning_rotor.capture.sequentialize import WAYS, SequentialCut, sequentialize
+from lightning_rotor.capture.watch import Watch
 from lightning_rotor.errors import ModelError, RotorWarning
+from lightning_rotor.private.autocast import autocast_state
 from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.dry_run import require_same, undrawn
 from lightning_rotor.profiling.ranks import ALONE, Ranks
-from lightning_rotor.stages.generators import leaving_alone
-from lightning_rotor.stages.sequential import is_plain_stock
+from lightning_rotor.stages.known_layers import is_plain_stock
+from lightning_rotor.stages.other_threads import leaving_alone
 
 _log = logging.getLogger(__name__)
 _MANY_CUTS = 12
@@ -194,7 +197,7 @@ class KnownCuts:
             (*(tuple(tensor.shape) for tensor in tensors), *((total,) for total in totals)),
             tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors),
             cut,
-            tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")),
+            autocast_state(),
             self._modes,
         )
 

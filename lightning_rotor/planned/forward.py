@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lightning_rotor.capture.guards import version_of
+from lightning_rotor.capture.copies import version_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.passes import buffers_of, is_recomputing
@@ -29,6 +29,7 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import BudgetSource, Plans, PlanSettings
+from lightning_rotor.private.autocast import autocast_state
 from lightning_rotor.private.torch_names import (
     any_hooks_of_all,
     copy_each,
@@ -360,8 +361,7 @@ def _is_like(value: Any, signature: Signature) -> bool:
     return (
         tuple([tuple(tensor.shape) for tensor in tensors]) == signature.shapes
         and tuple([(tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]) == signature.kinds
-        and tuple([(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")])
-        == signature.autocast
+        and autocast_state() == signature.autocast
     )
 
 

@@ -19,7 +19,8 @@ from weakref import ReferenceType
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut, check_module
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut, check_module
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import (
     BudgetError,

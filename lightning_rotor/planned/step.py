@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.executor import Pending

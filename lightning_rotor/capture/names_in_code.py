@@ -1,0 +1,65 @@
+"""Names that stand in code, read from its bytecode: what it may read is one of them, unless it computes names."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+
+@lru_cache(maxsize=4096)
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names of attributes and globals in code, and its strings: ``getattr(args, "scale", 1)`` names one, too."""
+    return frozenset(code.co_names) | frozenset(_strings_in(code.co_consts))
+
+
+def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
+    for constant in constants:
+        if type(constant) is str:
+            yield from constant.split(".")  # attrgetter("model.scale")
+        elif type(constant) in (tuple, frozenset):
+            yield from _strings_in(constant)
+
+
+@lru_cache(maxsize=4096)
+def names_of_others(code: CodeType) -> frozenset[str]:
+    """Names of attributes in code that it reads of anything but its first argument, which is mostly ``self``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    own = code.co_varnames[:1] if code.co_argcount else ()
+    names = set()
+    for before, step in pairwise(steps):
+        is_own = before.opname.startswith("LOAD_FAST") and before.argval in own
+        if step.opname == "LOAD_ATTR" and not is_own:
+            names.add(str(step.argval))
+    if "getattr" in code.co_names:
+        names.update(_strings_in(code.co_consts))
+    return frozenset(names)
+
+
+_WHOLE = frozenset(("vars", "__dict__", "asdict", "astuple", "fields", "__getattribute__", "eval", "exec", "locals"))
+"""Names of functions and attributes that read attributes without their names."""
+
+
+@lru_cache(maxsize=4096)
+def reads_whole_objects(code: CodeType) -> bool:
+    """True if code takes objects apart without naming their attributes."""
+    if not _WHOLE.isdisjoint(code.co_names):
+        return True
+    return any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
+
+
+@lru_cache(maxsize=4096)
+def names_attribute(code: CodeType, position: int) -> bool:
+    """True if the call of ``getattr`` at this place in code names the attribute there."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL")]
+    steps = [step for step in steps if step.offset <= position]
+    call = steps[-1]
+    if not call.opname.startswith("CALL") or call.arg not in (2, 3):
+        return False
+    if call.arg == 3 and not steps[-2].opname.startswith("LOAD"):
+        return False  # the default is computed, by who knows how many steps
+    name = steps[-call.arg :][:1]
+    return bool(name) and name[0].opname == "LOAD_CONST" and type(name[0].argval) is str
