@@ -29,7 +29,7 @@ from lightning_rotor import (
     UnitError,
     simulate,
 )
-from lightning_rotor.execution.executor import Stopwatch
+from lightning_rotor.execution.stopwatch import Stopwatch
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planned.plans import Plans

@@ -14,7 +14,8 @@ from typing_extensions import Self, override
 from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import Settings, is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target, TargetSearch, named_target

@@ -28,7 +28,7 @@ class Ambient(NamedTuple):
 
     @property
     def without_hooks(self) -> tuple[Any, ...]:
-        """What counts for a recording. Hooks on saved tensors are autograd's, and stages run under whatever is set."""
+        """The settings that count for a recording. Stages run under whatever hooks on saved tensors are set."""
         return self.gradients, self.kernels, self.autocast
 
     def autocast_changes(self, base: Ambient) -> tuple[tuple[str, bool, torch.dtype], ...]:

@@ -31,7 +31,7 @@ CHANGES = (
 
 @dataclass(slots=True)
 class OperationSeen:
-    """What torch computed inside of one recorded operation.
+    """Facts about the operations that torch computed inside of one recorded operation.
 
     Attributes:
         in_module: The operation is a module as a whole.

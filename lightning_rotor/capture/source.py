@@ -1,8 +1,8 @@
 """Python source for operations of a graph.
 
 No word of the user's gets into it. Variables are ``v0``, ``v1``; modules, functions, tensors, names of attributes and
-all other objects are bound to ``c0``, ``c1``; only numbers, None, True and False are spelled. So nothing can be injected,
-and equal operations on other modules have the same source and share its code.
+all other objects are bound to ``c0``, ``c1``; only numbers, None, True and False are spelled. So nothing can be
+injected, and equal operations on other modules have the same source and share its code.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import Settings, run_stage
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, mixed, with_seeds
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan

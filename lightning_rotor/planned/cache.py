@@ -19,7 +19,8 @@ from torch import nn
 from lightning_rotor.capture.module_facts import ModuleFacts
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost, UnlikeChainsError, combined
 from lightning_rotor.errors import RotorError
-from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.stopwatch import TIMED_CALLS, Stopwatch
 from lightning_rotor.planned.cuts import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain, with_tuples

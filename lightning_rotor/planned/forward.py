@@ -23,8 +23,9 @@ from torch import nn
 
 from lightning_rotor.capture.copies import version_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
-from lightning_rotor.execution.executor import await_backward
-from lightning_rotor.execution.passes import buffers_of, is_recomputing
+from lightning_rotor.execution.lent_tensors import buffers_of
+from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.pending import await_backward
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.planned.cache import Prepared
 from lightning_rotor.planned.cuts import Signature

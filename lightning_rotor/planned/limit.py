@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, ShortageError, TrialError
-from lightning_rotor.execution.executor import Pending
+from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget, ResidentMemory, limit_error, usable_bytes
 from lightning_rotor.memory.held import (
     existing_gradient_bytes,

@@ -32,7 +32,7 @@ from lightning_rotor.errors import (
     RotorError,
     UnitError,
 )
-from lightning_rotor.execution.executor import Pending
+from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.cache import (

@@ -23,7 +23,7 @@ from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
-from lightning_rotor.execution.executor import Pending
+from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget, take_workspaces
 from lightning_rotor.planned.agreement import Agreement, is_spread
 from lightning_rotor.planned.cache import SEAL, Prepared, Turn, model_fingerprint, seal_of

@@ -38,9 +38,9 @@ from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
+from lightning_rotor.private.autocast import autocast_enabled
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
 from lightning_rotor.private.values import bytes_of, require_tensors, tensors_in

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_rotor.capture.call import firsts_of
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.messages import copied_as_they_are
 from lightning_rotor.private.undoing import undone

@@ -22,8 +22,8 @@ from torch import nn
 from lightning_rotor.capture.sequentialize import NO_CHECKPOINTS
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
-from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, kept_parameters, lent_buffers
+from lightning_rotor.execution.nested_backward import graph_behind
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.messages import NOT_ARRIVED, is_on_its_way
 from lightning_rotor.private.sharding import gathered, units_in

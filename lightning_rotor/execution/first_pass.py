@@ -1,0 +1,136 @@
+"""A first pass, and its repetitions: the rules of ``passes``, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from lightning_rotor.execution.lent_tensors import Slot, buffers_of, copies_of, standing_in
+from lightning_rotor.execution.observers import Observers
+from lightning_rotor.execution.passes import checkpointing, dropping_saved, repeating
+from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.execution.settings import LayerSettings, Settings
+from lightning_rotor.execution.tensors_read import TensorsRead, slots_read
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+
+
+class FirstPass:
+    """A forward that will be repeated: what it must remember for that, and what it could not undo, which it refuses.
+
+    ``device`` is the one whose generators of torch it may use, besides the host's. ``known_draws`` are kinds that it
+    is known to draw from, and grow.
+
+    Attributes:
+        values: Buffers with copies of what they were (rule 4).
+        generators: States from before it, if it may draw (rule 7).
+        drawn: Kinds of generators that it has moved.
+        read: Parameters and buffers that a repetition reads as they are (rule 2).
+    """
+
+    read: TensorsRead
+
+    def __init__(
+        self, state: SegmentState, device: torch.device | None = None, known_draws: set[str] | None = None
+    ) -> None:
+        self.state, self._device = state, device
+        self._known_draws = set(state.drawn) if known_draws is None else known_draws
+        self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self.generators: GeneratorStates | None = None
+        self.drawn: frozenset[str] = frozenset()
+        self._watched: tuple[Snapshot, Observers] | None = None  # where there are attributes of users, or hooks
+        self._settings = Settings()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context of the forward."""
+        state = self.state
+        self.values = copies_of(buffers_of(state.remembered))  # rule 4
+        if state.attributed or private.any_hooks_of_all():
+            observers = Observers(state.attributed)  # rule 8
+            self._watched = Snapshot(state.attributed, small_bytes=SMALL_BYTES), observers  # rule 6
+            observers.watch()
+        if state.attributed or self._device is not None:
+            # Rule 7. Only code of the user's draws from Python's and NumPy's generators.
+            uses_host, uses_torchs = bool(state.attributed), self._device is not None
+            self.generators = GeneratorStates(self._device, host=uses_host, torchs=uses_torchs)
+        self._layers = LayerSettings(state.layers)  # rule 9
+        self.read = TensorsRead(slots_read(state), state.spell)  # rule 2
+        try:
+            yield
+        finally:
+            if self._watched is not None:
+                before, observers = self._watched
+                observers.settle(before)
+        if self.generators is not None:
+            # Alone, all are set back, as comparing them would take longer than that.
+            self.drawn = self.generators.changed() if self.generators.shared else self.generators.kinds
+        if self._watched is not None:
+            before, _ = self._watched
+            before.require_undoable()
+        self.read.require_untouched()  # rules 2 and 5
+
+    def tell_draws(self, again: Callable[[], object]) -> None:
+        """Tell its own random numbers from those of other threads; ``again`` runs the forward once more if need be.
+
+        A repetition sets back the generators that the forward has drawn from, and no others (rule 7).
+        """
+        if self.generators is None or self.drawn <= self._known_draws or not self.generators.shared:
+            return
+
+        def repeat() -> None:
+            with self.replayed(()), repeating(), dropping_saved():
+                again()
+
+        behind = self.generators.now()
+        self.drawn = drawn_since(self.generators, repeat, certain=self._known_draws)
+        behind.restore(self.drawn)  # its own numbers were drawn again
+        self._known_draws |= self.drawn
+
+    @contextmanager
+    def replayed(self, kinds: Collection[str] | None = None) -> Iterator[None]:
+        """Context of a forward that repeats this one: it sees the state that this one saw, and changes none.
+
+        Of generators, those of these kinds, by default the ones that this one has drawn from.
+        """
+        kinds = self.drawn if kinds is None else kinds
+        self.read.require_unchanged()  # rule 2
+        with ExitStack() as stack:
+            # What stands first is put back last.
+            stack.enter_context(self._settings.restored())  # rule 9
+            stack.enter_context(self._layers.restored())
+            stack.enter_context(self.read.restored())
+            if self.generators is not None:
+                stack.callback(self.generators.now().restore, kinds)
+                self.generators.restore(kinds)  # rule 7
+            if self._watched is not None:
+                before, observers = self._watched
+                stack.callback(before.again().restore)
+                before.lend()  # rule 6
+                observers.leave_out()  # rule 8
+            stack.enter_context(standing_in(self._loans()))
+            yield
+
+    def _loans(self) -> Iterator[Slot]:
+        """The tensors that stand in tables of parameters and buffers during a replay."""
+        for table, name, tensor in self.read.slots:  # rule 2
+            if name in table:  # FSDP1 has moved its own out of the way, and into plain attributes
+                yield table, name, tensor
+        for statistic in self.state.statistics:  # rule 3
+            if statistic.module.training:
+                yield statistic.module._buffers, statistic.name, statistic.scratch
+        # Copies of the copies (rule 4): with retain_graph there is another replay after this one.
+        for module, name, copy in copies_of(self.values):
+            yield module._buffers, name, copy
+
+
+@contextmanager
+def passing_first(first_pass: FirstPass) -> Iterator[None]:
+    """Context of a forward that drops its saved tensors."""
+    with checkpointing(), first_pass.watching():
+        yield
