@@ -63,7 +63,8 @@ class Attempts:
         self, module: nn.Module, call: Call, known: Sequence[Recording] = (), opaque: Mapping[str, str] | None = None
     ) -> None:
         self._module, self._call, self._known = module, call, known
-        self._objections: dict[nn.Module, str] = {}  # to inverses that were tried
+        # Objections to inverses that were tried; empty where there is none.
+        self._objections: dict[nn.Module, str] = {}
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque = {module.get_submodule(path): why for path, why in (opaque or {}).items()}
         self._failures = Counter(map(type, self._opaque))
@@ -178,11 +179,13 @@ class Attempts:
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
             if not units_in((module,)) and not any(map(is_compiled, modules)):
-                recorder.check.allow(module.parameters())  # which are put back as well
+                # kept_parameters puts them back.
+                recorder.check.allow(module.parameters())
             try:
                 with as_found((module,)):
                     recording = recorder.record()
-            except (torch.OutOfMemoryError, InverseError):  # the forward fails in plain training, too
+            except (torch.OutOfMemoryError, InverseError):
+                # The forward fails in plain training, too.
                 before.restore()
                 raise
             except Exception as error:
@@ -190,7 +193,8 @@ class Attempts:
                 before.restore()
                 culprit = module if recorder.calls.culprit is None else recorder.calls.culprit
                 return _Attempt(recorder, None, culprit, _reason(error))
-            except BaseException:  # an interrupt
+            except BaseException:
+                # An interrupt (Ctrl-C) must not leave the module half changed.
                 notes.restore()
                 before.restore()
                 raise
@@ -206,7 +210,8 @@ class Attempts:
                 if remaining is None:
                     if changed is not None:
                         notes.restore()
-                    before.restore()  # behind the notes: some were taken when another layer had changed what they note
+                    # Behind the notes: some were taken when another layer had changed what they note.
+                    before.restore()
         if changed is not None:
             reason = "its forward changes attributes of the module"
             return _Attempt(recorder, None, changed, reason, may_settle=remaining is not None)

@@ -35,7 +35,8 @@ class Call:
     key: Any
     leaves: tuple[Any, ...]
     attributes: tuple[Slot, ...]
-    _spec: TreeSpec | None  # None if all arguments are leaves
+    # None if no argument is a container.
+    _spec: TreeSpec | None
     _keywords: tuple[str, ...]
 
     @classmethod
@@ -75,7 +76,8 @@ class Call:
         args, kwargs = self._unflatten(list(range(len(self.leaves))))
         signature = inspect.signature(type(self.module).forward)
         arguments = dict(signature.bind(self.module, *args, **kwargs).arguments)
-        del arguments[next(iter(arguments))]  # self
+        # Not self, which no caller gives.
+        del arguments[next(iter(arguments))]
         numbered, _ = tree_flatten_with_path(arguments)
         paths = {}
         for path, number in numbered:
@@ -133,7 +135,8 @@ def _spelled(leaf: Any) -> Any:
         # NaN is unequal to itself, and 0.0 equal to -0.0.
         return kind, float.__repr__(leaf)
     if kind is slice:
-        return kind, repr(leaf)  # a slice has no hash before Python 3.12
+        # A slice has no hash before Python 3.12.
+        return kind, repr(leaf)
     return kind, leaf
 
 

@@ -64,7 +64,8 @@ class CompiledModules:
     def __init__(self, variants: Variants = "exact") -> None:
         self.choice = check_variants(variants)
         self._settings: list[private.CompilerSettings] = []
-        self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
+        # Each with the backend that it is compiled by.
+        self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
@@ -147,7 +148,8 @@ def _may_draw(graph: fx.GraphModule) -> bool:
     try:
         with torch.no_grad(), symbols, fake, draws:
             graph(*[value.detach() if isinstance(value, torch.Tensor) else value for value in values])
-    except Exception:  # operations of higher order may refuse a mode that they do not know
+    except Exception:
+        # Operations of higher order may refuse a mode that they do not know.
         return True
     return bool(draws.kinds)
 

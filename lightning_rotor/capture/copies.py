@@ -74,12 +74,17 @@ class Copies:
 
     def __init__(self, *, objects: bool = True) -> None:
         self._follows_objects = objects
-        self._made: dict[int, Any] = {}  # copies of containers by id, so that one in itself comes to an end
+        # Copies of containers by id, so that one in itself comes to an end.
+        self._made: dict[int, Any] = {}
         # By id, the values that the quick comparison looks into:
-        self._rows: dict[int, Any] = {}  # containers of Python's own classes
-        self._users: dict[int, Any] = {}  # containers of a class of the user's
-        self._tables: dict[int, dict[Any, Any]] = {}  # dicts, whose values count as well
-        self._others: dict[int, Any] = {}  # values with a state: tensors, arrays, generators, slots
+        # Containers of Python's own classes.
+        self._rows: dict[int, Any] = {}
+        # Containers of a class of the user's.
+        self._users: dict[int, Any] = {}
+        # Dicts, whose values count as well.
+        self._tables: dict[int, dict[Any, Any]] = {}
+        # Values with a state: tensors, arrays, generators, slots.
+        self._others: dict[int, Any] = {}
 
     def of(self, value: Any) -> Any:
         """The copy of a value."""
@@ -167,7 +172,8 @@ def plain_value(value: Any) -> Any:
     """A value that never changes, comparable; None for any other."""
     kind = type(value)
     if kind is float:
-        return kind, repr(value)  # NaN is unequal to itself
+        # NaN is unequal to itself.
+        return kind, repr(value)
     if kind in PLAIN:
         return kind, value
     if issubclass(kind, np.generic):
@@ -193,7 +199,8 @@ def contents_of(container: Any) -> tuple[Any, ...]:
 
 def _state_of(value: Any) -> Any:
     """Version of a tensor, length of a long list, bytes of an array, state of a generator; None for all else."""
-    kind = type(value)  # an object may refuse to be asked for its class
+    # An object may refuse to be asked for its class.
+    kind = type(value)
     if issubclass(kind, torch.Tensor):
         return version_of(value)
     if issubclass(kind, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:

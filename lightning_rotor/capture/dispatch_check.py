@@ -160,7 +160,8 @@ def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         return bool(address_of(tensor))
-    except (NotImplementedError, RuntimeError):  # sparse tensors
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors.
         return False
 
 

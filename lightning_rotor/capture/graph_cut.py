@@ -105,7 +105,8 @@ def cut_graph(
     newest = known[-1] if known else None
     numbers = newest.changing_numbers() if newest else ()
     call = Call.of(module, args, kwargs or {}, (*tensor_attributes(module), *numbers))
-    names = call.names  # first, as the forward may take no such call
+    # First, as the forward may take no such call.
+    names = call.names
     similar = [cut for cut in reversed(known) if cut.guards.are_like(call)][:1]
     try:
         earlier = [] if afresh else similar

@@ -50,7 +50,8 @@ class GraphSlice(nn.Module):
         self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
         self._calls: dict[str, nn.Module] = {}
-        self._function: Callable[[Any], Any] | None = None  # made at the first call
+        # Compiled at the first call.
+        self._function: Callable[[Any], Any] | None = None
         source = Source()
         lines = self._lines(source, inputs, nodes, outputs)
         self._source = "\n    ".join(["def run(value):", *lines])

@@ -51,5 +51,6 @@ class ModuleFacts:
                 *chain.from_iterable(map(dict.values, tables)),
                 *chain.from_iterable(map(dict.values, self._watched_parameters)),
             )
-        except (KeyError, TypeError):  # a scripted module keeps its children and parameters elsewhere
+        except (KeyError, TypeError):
+            # A scripted module keeps its children and parameters elsewhere.
             return ()

@@ -19,7 +19,8 @@ def names_in(code: CodeType) -> frozenset[str]:
 def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
     for constant in constants:
         if type(constant) is str:
-            yield from constant.split(".")  # attrgetter("model.scale")
+            # operator.attrgetter("model.scale") names both.
+            yield from constant.split(".")
         elif type(constant) in (tuple, frozenset):
             yield from _strings_in(constant)
 
@@ -60,6 +61,7 @@ def names_attribute(code: CodeType, position: int) -> bool:
     if not call.opname.startswith("CALL") or call.arg not in (2, 3):
         return False
     if call.arg == 3 and not steps[-2].opname.startswith("LOAD"):
-        return False  # the default is computed, by who knows how many steps
+        # The default is computed, by who knows how many steps.
+        return False
     name = steps[-call.arg :][:1]
     return bool(name) and name[0].opname == "LOAD_CONST" and type(name[0].argval) is str

@@ -64,7 +64,8 @@ class Notes:
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, str], _Noted] = {}
-        self._copies: Copies | None = None  # for the quick comparison, once the slow one has found no change
+        # What the quick comparison needs, once the slow one has found no change.
+        self._copies: Copies | None = None
         self.names: Set[str] = frozenset()
         # Namespaces in which there must be no other of these names, or of those that are looked up there.
         self._namespaces: dict[int, Any] = {}

@@ -85,11 +85,14 @@ class Reach:
         self._inside = set(root.modules())
         self._notes = notes
         self._names: set[str] = set()
-        self._wholly = False  # a name was computed, so that all names count
+        # A name was computed, so that all names count.
+        self._wholly = False
         self._holders: list[_Holder] = []
         self._looked_into: set[nn.Module] = set()
-        self._seen: dict[int, Any] = {}  # by id, kept alive so that no other value gets it
-        self._pending: list[tuple[Any, str, str, int]] = []  # value, path, where, level
+        # By id, kept alive so that no other value gets it.
+        self._seen: dict[int, Any] = {}
+        # Value, path, where, level.
+        self._pending: list[tuple[Any, str, str, int]] = []
         self._is_following = False
         notes.names = self._names
 
@@ -237,7 +240,8 @@ def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
             if is_users(file):
                 yield holder(kinds.ENTRIES, vars(value))
             return
-        case torch.jit.ScriptModule() | logging.Logger():  # a logger's caches change whenever a level is set
+        # A logger's caches change whenever a level is set.
+        case torch.jit.ScriptModule() | logging.Logger():
             return
         case nn.Module():
             for table in (value.__dict__, value._parameters, value._buffers, value._modules):

@@ -97,9 +97,12 @@ class Recorder(TorchFunctionMode):
     ``is_opaque`` says which modules are one operation; it takes the arguments of the call that is about to come, too.
     """
 
-    _ambient: Ambient  # settings around the call
-    _states: GeneratorStates  # after the last operation that may have drawn
-    _gradients: bool  # True if gradients are to be recorded, as far as the code was seen to switch them
+    # Settings around the call.
+    _ambient: Ambient
+    # After the last operation that may have drawn.
+    _states: GeneratorStates
+    # True if gradients are to be recorded, as far as the code was seen to switch them.
+    _gradients: bool
 
     def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], functions: Functions) -> None:
         super().__init__()
@@ -136,7 +139,8 @@ class Recorder(TorchFunctionMode):
                 self.check,
                 self,
                 self.surroundings.listening(),
-                repeating(False),  # what the code does in a real run must be seen
+                # What the code does in a real run must be seen.
+                repeating(False),
             ):
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient.gradients
@@ -221,7 +225,8 @@ class Recorder(TorchFunctionMode):
             )
             output = self._operate(operation)
             if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()  # it would hold a copy of every weight by the end
+                # The cache would hold a copy of every weight by the end of the recording.
+                torch.clear_autocast_cache()
             return output
 
     def call_function(
@@ -292,7 +297,8 @@ class Recorder(TorchFunctionMode):
             dim = plain((*args, *kwargs.values())[1])
         size = self._writer.sizes_of(args[0], value, dim)
         if is_length and size is not value:
-            size.pin()  # Python takes the plain number
+            # Python takes the plain number of what __len__ returns.
+            size.pin()
         return size
 
     def _operate(self, operation: _Operation) -> Any:
@@ -317,7 +323,8 @@ class Recorder(TorchFunctionMode):
                 result = operation.run()
             if encoded is None:
                 if not tensors_in(result):
-                    return result  # torch.set_grad_enabled and the like
+                    # torch.set_grad_enabled and the like.
+                    return result
                 encoded = self._encoded(operation)
             if any(map(is_on_its_way, tensors_in(result))):
                 raise UntraceableError(NOT_ARRIVED)
@@ -425,7 +432,8 @@ def _in_place(attributes: Mapping[Slot, Any]) -> Iterator[None]:
 
     def put_back() -> None:
         for namespace, name, before, value in places:
-            if namespace.get(name) is value:  # else the forward has set another
+            # Where the forward has set another value, that stays.
+            if namespace.get(name) is value:
                 namespace[name] = before
 
     with undone(put_back):

@@ -76,7 +76,8 @@ class SizeGuards:
         try:
             with torch.no_grad():
                 answers, totals = self._values(packed((*inputs, *self._read[signature])))
-        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
+        except (RuntimeError, IndexError, ValueError):
+            # The forward itself will say it better.
             return False
         self.totals = tuple(totals)
         return spell_value(answers) in self._value_answers
@@ -92,7 +93,8 @@ class SizeGuards:
         if computed is None:
             # An operation may change a tensor in place that stands for those of several equal layers.
             computed = self._sizes_on_meta(inputs, once=False)
-        if computed is None:  # no rule for an operation, or sizes that do not go together
+        # No rule for an operation, or sizes that do not go together.
+        if computed is None:
             return False
         answers, read = computed
         if spell_value(answers) not in self._size_answers:
@@ -175,7 +177,8 @@ class _OnMeta(TorchFunctionMode):
         if not self._once:
             return _run_on_meta(func, args, kwargs)
         if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
-            raise NotImplementedError  # the tensor may stand for others
+            # The tensor may stand for those of several equal layers.
+            raise NotImplementedError
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
             self._results[key] = _run_on_meta(func, args, kwargs)

@@ -66,7 +66,8 @@ class Source:
         return name
 
 
-@lru_cache(maxsize=4096)  # recordings for other lengths have other numbers in them
+# Bounded, for recordings for other lengths have other numbers in them.
+@lru_cache(maxsize=4096)
 def code_of_source(source: str) -> CodeType:
     """Compiled source, the same for equal ones."""
     return compile(source, "<stage of lightning_rotor>", "exec")

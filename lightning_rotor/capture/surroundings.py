@@ -72,8 +72,10 @@ class Surroundings:
         self.notes = Notes()
         self._reach = Reach(root, self.notes)
         self.written_by: str | None = None
-        self._collecting = False  # the collector of garbage runs finalizers in between
-        self._is_interrupted = False  # by the collector, while listening
+        # True while the collector of garbage runs, and finalizers of others with it.
+        self._collecting = False
+        # True if the collector has interrupted the listening.
+        self._is_interrupted = False
         self._thread = threading.get_ident()
         self._read_codes: set[tuple[CodeType, type]] = set()
         self._read_functions: set[FunctionType] = set()
@@ -106,7 +108,8 @@ class Surroundings:
             # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
             gc.callbacks.insert(0, self._pause)
             gc.callbacks.append(self._go_on)
-            if hasattr(profiler, "disable"):  # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses
+            # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses.
+            if hasattr(profiler, "disable"):
                 profiler.disable()
             sys.setprofile(self._listen)
             yield
@@ -165,7 +168,8 @@ class Surroundings:
         kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
         is_new = (code, kind) not in self._read_codes
         self._read_codes.add((code, kind))
-        with private.without_modes():  # looking at a tensor or a generator is none of the operations that are recorded
+        # Looking at a tensor or a generator is none of the operations that are recorded.
+        with private.without_modes():
             if is_new:
                 self._read_code(frame, kind, path)
             if isinstance(first, nn.Module) and first in self._modules:

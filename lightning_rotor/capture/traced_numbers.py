@@ -119,7 +119,8 @@ class Number(PassesForItsValue, _Traced):
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        return NotImplemented  # the mode that records takes it
+        # The mode that records takes the call.
+        return NotImplemented
 
     def __getattr__(self, name: str) -> Any:
         self.pin()

@@ -52,8 +52,10 @@ class ValueMemory:
         self._nodes: dict[int, tuple[weakref.ref[torch.Tensor], fx.Node]] = {}
         # A tensor changes when another that shares its memory is changed in place: the first node of those that share.
         self._firsts: dict[fx.Node, fx.Node] = {}
-        self._bytes: dict[fx.Node, tuple[int, int]] = {}  # of the tensor's memory, and of the tensor
-        self._changes: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)  # in place, by the first that shares
+        # Bytes of the tensor's memory, and of the tensor.
+        self._bytes: dict[fx.Node, tuple[int, int]] = {}
+        # Operations that changed it in place, by the first node that shares the memory.
+        self._changes: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)
         self._saved: dict[fx.Node, tuple[int, frozenset[fx.Node]]] = {}
         self.saving: dict[int | None, int] = {}
         self.lasting: Set[int | None] = frozenset()
@@ -166,5 +168,6 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     # Both tensors are alive when this is compared, so the address is nobody else's.
     try:
         return identity_of(plain_parts(tensor)[0].untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors, fake ones
+    except (NotImplementedError, RuntimeError):
+        # Sparse tensors, fake ones.
         return None

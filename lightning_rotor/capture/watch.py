@@ -43,7 +43,8 @@ class Watch:
         self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
         self._seen = [self._look(module, Copies()) for module in self.modules]
-        self._copies: Copies | None = None  # for the quick comparison, once the slow one has found no change
+        # What the quick comparison needs, once the slow one has found no change.
+        self._copies: Copies | None = None
         tables = [table for module in self.modules for table in (module._parameters, module._buffers)]
         self._filled_tables = [table for table in tables if table]
         self._shapes = self._shapes_now()
@@ -130,7 +131,8 @@ def _parts_of(modules: Sequence[nn.Module]) -> tuple[Callable[[], tuple[Any, ...
     def read() -> tuple[Any, ...]:
         try:
             values = [get(own) for get, own in zip(getters, attributes, strict=True)]
-        except KeyError:  # one is gone
+        except KeyError:
+            # An attribute is gone.
             return ()
         return (
             *map(type, modules),

@@ -50,11 +50,13 @@ class GraphWriter:
         self.asked: list[tuple[fx.Node, Any]] = []
         self.valued: list[tuple[fx.Node, Any]] = []
         self.lengths: list[tuple[fx.Node, Any]] = []
-        self._packed: dict[fx.Node, fx.Node] = {}  # by the node of batch sizes, that of the lengths
+        # For the node of each packed sequence's batch sizes, the node of its lengths.
+        self._packed: dict[fx.Node, fx.Node] = {}
         self.region: Region | None = None
         self._calls = calls
         self.check = check
-        self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}  # tensors that every stage reads where they are
+        # Tensors that every stage reads where they are.
+        self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
         self._reads: dict[str, fx.Node] = {}
         self.values = ValueMemory()
         self.impure: dict[fx.Node, str] = {}
@@ -196,7 +198,8 @@ class GraphWriter:
             node.meta[VALUED] = True
             return node
         node.meta[SIZE] = value
-        self.impure.pop(node, None)  # whatever is in a tensor, its sizes are these
+        # Whatever is in a tensor, its sizes are these.
+        self.impure.pop(node, None)
         return node
 
     def encode(self, value: Any, *, exact: bool = False) -> Any:
@@ -276,7 +279,8 @@ class GraphWriter:
         if fresh_objects and (is_named or is_argument):
             tensor = tensor.view_as(tensor)
         elif is_named:
-            return tensor  # a buffer that was changed in place: every stage reads it where it is
+            # A buffer that was changed in place: every stage reads it where it is.
+            return tensor
         self.values.put(tensor, node, read)
         return tensor
 

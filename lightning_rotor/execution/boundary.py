@@ -27,8 +27,10 @@ class Output:
     def __init__(self, name: str) -> None:
         self._name = name
         self._held: list[Callable[[], Any]] | None = None
-        self._versions: list[int] | None = None  # None where hooks bring back what they like
-        self._after: Rebuilder | None = None  # who can rebuild them
+        # Versions of the tensors; None where hooks bring back what they like.
+        self._versions: list[int] | None = None
+        # The run that can rebuild them.
+        self._after: Rebuilder | None = None
 
     def hold(self, tensors: Tensors) -> None:
         """Hold the tensors."""
@@ -76,7 +78,8 @@ class Output:
 
 def _holding(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """A function that gives a tensor back, which went through whatever hooks are set."""
-    detached = tensor.detach()  # with its graph it would hold the node that holds it
+    # With its graph it would hold the node that holds it.
+    detached = tensor.detach()
     hooks = _hooks()
     if hooks is None:
         return lambda: detached

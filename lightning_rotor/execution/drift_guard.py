@@ -88,5 +88,6 @@ def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float
     is_finite = torch.isfinite(expected)
     error = torch.where(is_finite, (received - expected).abs(), 0.0).max()
     scale = torch.where(is_finite, expected.abs(), 0.0).max()
-    error_number, scale_number = torch.stack((error, scale)).tolist()  # one wait for the device
+    # One wait for the device.
+    error_number, scale_number = torch.stack((error, scale)).tolist()
     return error_number, scale_number

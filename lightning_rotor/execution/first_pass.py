@@ -43,24 +43,30 @@ class FirstPass:
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
         self.drawn: frozenset[str] = frozenset()
-        self._watched: tuple[Snapshot, Observers] | None = None  # where there are attributes of users, or hooks
+        # Set where there are attributes of users, or hooks.
+        self._watched: tuple[Snapshot, Observers] | None = None
         self._settings = Settings()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context of the forward."""
         state = self.state
-        self.values = copies_of(buffers_of(state.remembered))  # rule 4
+        # Rule 4.
+        self.values = copies_of(buffers_of(state.remembered))
         if state.attributed or private.any_hooks_of_all():
-            observers = Observers(state.attributed)  # rule 8
-            self._watched = Snapshot(state.attributed, small_bytes=SMALL_BYTES), observers  # rule 6
+            # Rule 8.
+            observers = Observers(state.attributed)
+            # Rule 6.
+            self._watched = Snapshot(state.attributed, small_bytes=SMALL_BYTES), observers
             observers.watch()
         if state.attributed or self._device is not None:
             # Rule 7. Only code of the user's draws from Python's and NumPy's generators.
             uses_host, uses_torchs = bool(state.attributed), self._device is not None
             self.generators = GeneratorStates(self._device, host=uses_host, torchs=uses_torchs)
-        self._layers = LayerSettings(state.layers)  # rule 9
-        self.read = TensorsRead(slots_read(state), state.spell)  # rule 2
+        # Rule 9.
+        self._layers = LayerSettings(state.layers)
+        # Rule 2.
+        self.read = TensorsRead(slots_read(state), state.spell)
         try:
             yield
         finally:
@@ -73,7 +79,8 @@ class FirstPass:
         if self._watched is not None:
             before, _ = self._watched
             before.require_undoable()
-        self.read.require_untouched()  # rules 2 and 5
+        # Rules 2 and 5.
+        self.read.require_untouched()
 
     def tell_draws(self, again: Callable[[], object]) -> None:
         """Tell its own random numbers from those of other threads; ``again`` runs the forward once more if need be.
@@ -89,7 +96,8 @@ class FirstPass:
 
         behind = self.generators.now()
         self.drawn = drawn_since(self.generators, repeat, certain=self._known_draws)
-        behind.restore(self.drawn)  # its own numbers were drawn again
+        # Its own numbers were drawn again.
+        behind.restore(self.drawn)
         self._known_draws |= self.drawn
 
     @contextmanager
@@ -99,29 +107,37 @@ class FirstPass:
         Of generators, those of these kinds, by default the ones that this one has drawn from.
         """
         kinds = self.drawn if kinds is None else kinds
-        self.read.require_unchanged()  # rule 2
+        # Rule 2.
+        self.read.require_unchanged()
         with ExitStack() as stack:
             # What stands first is put back last.
-            stack.enter_context(self._settings.restored())  # rule 9
+            # Rule 9.
+            stack.enter_context(self._settings.restored())
             stack.enter_context(self._layers.restored())
             stack.enter_context(self.read.restored())
             if self.generators is not None:
                 stack.callback(self.generators.now().restore, kinds)
-                self.generators.restore(kinds)  # rule 7
+                # Rule 7.
+                self.generators.restore(kinds)
             if self._watched is not None:
                 before, observers = self._watched
                 stack.callback(before.again().restore)
-                before.lend()  # rule 6
-                observers.leave_out()  # rule 8
+                # Rule 6.
+                before.lend()
+                # Rule 8.
+                observers.leave_out()
             stack.enter_context(standing_in(self._loans()))
             yield
 
     def _loans(self) -> Iterator[Slot]:
         """The tensors that stand in tables of parameters and buffers during a replay."""
-        for table, name, tensor in self.read.slots:  # rule 2
-            if name in table:  # FSDP1 has moved its own out of the way, and into plain attributes
+        # Rule 2.
+        for table, name, tensor in self.read.slots:
+            # FSDP1 has moved its own out of the way, and into plain attributes.
+            if name in table:
                 yield table, name, tensor
-        for statistic in self.state.statistics:  # rule 3
+        # Rule 3.
+        for statistic in self.state.statistics:
             if statistic.module.training:
                 yield statistic.module._buffers, statistic.name, statistic.scratch
         # Copies of the copies (rule 4): with retain_graph there is another replay after this one.

@@ -112,8 +112,10 @@ class Inversion:
         inputs: Number of tensors in its input.
     """
 
-    _made: TreeSpec  # nesting of the output
-    _taken: TreeSpec  # nesting of the input
+    # Nesting of the output.
+    _made: TreeSpec
+    # Nesting of the input.
+    _taken: TreeSpec
 
     def __init__(self, way: Way, inputs: Tensors, parameters: Tensors, source: Output | None) -> None:
         self.way = way
@@ -205,7 +207,8 @@ class Inversion:
         with self.moment.again():
             rebuilt = self.way.module.inverse(tree_unflatten(drained(outputs), self._made))
         inputs = self._accepted(rebuilt, what="inverse")
-        del rebuilt  # the forward needs the memory
+        # The forward that comes next needs the memory.
+        del rebuilt
         leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
         received = plain_gradients(self.way.stage, self.moment, leaves, self._taken, self._parameters, gradients)
         return inputs, received
@@ -217,7 +220,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Inversion, outputs: Tensors, learns: Sequence[bool], *tensors: torch.Tensor) -> Any:
         ctx.run, ctx.stage = run, run.way.name
-        ctx.save_for_backward(*tensors[run.inputs :])  # whoever changes a parameter meanwhile hears of it
+        # Whoever changes a parameter meanwhile hears of it.
+        ctx.save_for_backward(*tensors[run.inputs :])
         fixed = [tensor for tensor, learn in zip(outputs, learns, strict=True) if not learn]
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
@@ -234,9 +238,11 @@ class _Node(torch.autograd.Function):
         if run is None:
             raise second_backward(ctx.stage)
         run.moment.first_pass.read.require_unchanged()
-        _ = ctx.saved_tensors  # a segment around is recomputed here
+        # Asking for them makes a segment around run again.
+        _ = ctx.saved_tensors
         if for_good:
-            ctx.run = None  # nodes live as long as their graph, which the loss holds
+            # Nodes live as long as their graph, which the loss holds.
+            ctx.run = None
         wanted = ctx.needs_input_grad[3 : 3 + run.inputs]
         received = run.backward(gradients, wanted, for_good=for_good)
         # None for the run, the outputs and which of them learn: no tensors that the forward took.

@@ -75,7 +75,8 @@ class Moment:
             try:
                 yield leaves
             finally:
-                forget_casts()  # weights cast without gradients must not serve a forward with them
+                # Weights cast without gradients must not serve a forward with them.
+                forget_casts()
 
 
 def _leaf_like(parameter: torch.Tensor) -> torch.Tensor:

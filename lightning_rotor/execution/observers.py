@@ -40,7 +40,8 @@ class Observers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._registered: list[_Registered] = []
-        self._quiet: list[tuple[dict[int, Any], int]] = []  # tables and keys of hooks that only look
+        # Tables and keys of the hooks that only look.
+        self._quiet: list[tuple[dict[int, Any], int]] = []
 
     def watch(self) -> None:
         """Begin to watch."""
@@ -54,7 +55,8 @@ class Observers:
     def settle(self, before: Snapshot) -> None:
         """End the pass; ``before`` is what its code can reach, as it was."""
         for table, key, watched in self._registered:
-            if table.get(key) is watched:  # else it is gone, or is another now
+            # Otherwise the hook is gone, or another stands in its place now.
+            if table.get(key) is watched:
                 table[key] = watched.hook
         quiet = [entry for entry in self._registered if not entry.watched.acted]
         quiet = self._without_collectors(quiet)

@@ -103,7 +103,8 @@ def repeating(repeats: bool = True) -> Iterator[None]:
             yield
         finally:
             _flags.recomputing = before
-    finally:  # rule 11: an interrupt may have come before the line above
+    finally:
+        # Rule 11: an interrupt may have come before the line above.
         _flags.recomputing = before
 
 
@@ -117,7 +118,8 @@ def checkpointing() -> Iterator[None]:
             yield
         finally:
             _flags.checkpointing = before
-    finally:  # rule 11
+    finally:
+        # Rule 11.
         _flags.checkpointing = before
 
 
@@ -130,7 +132,8 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
     """
     try:
         return stage.variants[option - 1](value) if option else stage(value)
-    except InverseError as error:  # modules know their type, not where they are
+    except InverseError as error:
+        # Modules know their type, not where they are.
         raise error.located(stage.name) from error
     except (TypeError, AttributeError, KeyError) as error:
         if is_recomputing():

@@ -25,7 +25,8 @@ class Pending:
     def __init__(self, *, once: bool) -> None:
         self._once = once
         self.on_backward: Callable[[], None] | None = None
-        self._backward: int | None = None  # number of the backward that does not retain the graph
+        # Number of the backward that does not retain the graph.
+        self._backward: int | None = None
 
     @property
     def waits(self) -> bool:

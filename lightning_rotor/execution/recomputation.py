@@ -23,7 +23,8 @@ from lightning_rotor.private import torch_names as private
 _KindOfTensor: TypeAlias = tuple[torch.dtype, torch.Size, torch.device]
 
 
-class _Enough(BaseException):  # no user code that survives errors shall survive this
+# No user code that survives errors shall survive this.
+class _Enough(BaseException):
     """All places are filled, so the rest of the forward need not run."""
 
 
@@ -51,7 +52,8 @@ class Recomputation:
         # Weakly: a place lives as long as the node of the graph that has it.
         self._places: list[ReferenceType[_Place]] = []
         self._kinds: list[_KindOfTensor] = []
-        self._asked: set[int] = set()  # backwards for which it has run again
+        # Backwards for which it has run again.
+        self._asked: set[int] = set()
 
     def dropping(self) -> saved_tensors_hooks:
         """Context of the forward."""
@@ -107,7 +109,8 @@ class _Refill:
         """Take a tensor that autograd saves, for the next place."""
         places, number = self._of._places, self.number
         if tensor.requires_grad:
-            tensor = tensor.detach()  # its node would hold it, and it holds its node
+            # Its node would hold it, and it holds its node.
+            tensor = tensor.detach()
         if number < len(places):
             place = places[number]()
             if place is not None:

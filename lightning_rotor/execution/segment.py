@@ -75,7 +75,8 @@ def _run_again(
     first_pass: FirstPass,
     timing: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    leaves = inputs.leaves()  # for which a segment around this one may run again
+    # Asking for them may make a segment around this one run again.
+    leaves = inputs.leaves()
     with timing(), first_pass.replayed(), repeating():
         function(*inputs.require_unchanged(leaves))
 
@@ -97,7 +98,8 @@ class _Inputs:
         self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
         self._anew = is_checkpointing() or is_recomputing()
-        self._leaves: list[Any] | None = [*leaves]  # None once they are given up
+        # None once they are given up.
+        self._leaves: list[Any] | None = [*leaves]
         if self._hooks is not None:
             pack, _ = self._hooks
             with torch.no_grad():

@@ -52,7 +52,8 @@ class Settings:
                 yield
         finally:
             if _autocast() != autocast:
-                torch.clear_autocast_cache()  # as the end of the context does: weights may change before the next one
+                # As the end of the context does: weights may change before the next one.
+                torch.clear_autocast_cache()
                 _set_autocast(autocast)
             if settings() != before:
                 _change(before, older)

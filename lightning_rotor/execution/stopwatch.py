@@ -47,7 +47,8 @@ class Stopwatch:
         self.calls = 0
         self.laps: list[_Lap] | None = None
         self._clock = clock
-        self._step_laps: list[list[_Lap]] = []  # of each timed call: its forward and its backward
+        # Of each timed call: its forward and its backward.
+        self._step_laps: list[list[_Lap]] = []
         self._again_laps: list[list[_Lap]] = []
 
     def timed(self, run: Callable[[Any], Any], value: Any) -> Any:

@@ -121,7 +121,8 @@ def slots_read(state: SegmentState) -> Iterator[Slot]:
             for name, buffer in module._buffers.items():
                 yield module._buffers, name, buffer
     for module, name in state.direct_reads:
-        for table in (module._parameters, module._buffers):  # attributes are not followed
+        # Attributes are not followed.
+        for table in (module._parameters, module._buffers):
             if name in table:
                 yield table, name, table[name]
 

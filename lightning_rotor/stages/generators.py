@@ -75,9 +75,11 @@ class GeneratorStates:
     def _read(self, kind: str) -> Any:
         if kind == PYTHON:
             return random.getstate()
-        if kind == NUMPY:  # the one that users' code shares, of whatever kind
+        # The one that users' code shares, of whatever kind.
+        if kind == NUMPY:
             return np.random.get_state(legacy=False)  # noqa: NPY002
-        with private.no_dispatch():  # a state is a tensor, and real even among fake ones
+        # A state is a tensor, and real even among fake ones.
+        with private.no_dispatch():
             if kind == CUDA:
                 assert self.device is not None
                 return torch.cuda.get_rng_state(self.device)
@@ -171,11 +173,13 @@ _GLOBAL = (*private.global_generators(), torch.default_generator)
 
 def _access_to(value: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
     """Functions that read and set the state of a random generator of the user's own; None for anything else."""
-    if any(value is generator for generator in _GLOBAL):  # whoever refers to one, GeneratorStates sees to it
+    # Whoever refers to one, GeneratorStates sees to it.
+    if any(value is generator for generator in _GLOBAL):
         return None
     match value:
         case random.SystemRandom():
-            return None  # the system's own entropy, which has no state
+            # The system's own entropy, which has no state.
+            return None
         case random.Random():
             return value.getstate, value.setstate
         case np.random.Generator():

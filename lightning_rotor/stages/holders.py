@@ -169,7 +169,8 @@ def _read_referent(reference: Any, _: str) -> Any:
 def _read_cell(cell: CellType, _: str) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not assigned yet
+    except ValueError:
+        # Not assigned yet.
         return ABSENT
 
 

@@ -55,7 +55,8 @@ class Reversible(Invertible, Protocol):
 def is_invertible(module: object) -> bool:
     """True if a module has an ``inverse``, right or not: see :func:`~lightning_rotor.invertible.check_inverse`."""
     inverse = attribute_of(module, "inverse")
-    return callable(inverse) and not isinstance(inverse, torch.nn.Module)  # a layer may have that name
+    # A layer may have that name.
+    return callable(inverse) and not isinstance(inverse, torch.nn.Module)
 
 
 def has_fused_backward(module: object) -> bool:

@@ -89,10 +89,14 @@ class Snapshot:
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
         self._roots, self._hooks, self._follows_objects, self._small_bytes = tuple(roots), hooks, objects, small_bytes
-        self._kept: list[tuple[Kind, Any, Any]] = []  # kind, owner, content
-        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []  # tensor, version, copy
-        self._generators: list[Callable[[], object]] = []  # functions that set one back
-        self._seen: dict[int, Any] = {}  # by id, kept alive so that no other thing gets it
+        # Rows of a kind, an owner and its content.
+        self._kept: list[tuple[Kind, Any, Any]] = []
+        # Rows of a tensor, its version and a copy.
+        self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        # Functions that set a generator back.
+        self._generators: list[Callable[[], object]] = []
+        # By id, kept alive so that no other thing gets it.
+        self._seen: dict[int, Any] = {}
         self.objects: set[int] = set()
         self._pending: list[Any] = []
         self._look(also)
@@ -256,7 +260,8 @@ class Snapshot:
             self._pending += entries.values()
 
     def _set(self, value: Any) -> None:
-        self._kept.append((SET, value, set(value)))  # which calls no method of a set
+        # set() calls no method of a subclass.
+        self._kept.append((SET, value, set(value)))
 
     def _tuple(self, value: Any) -> None:
         if length_of(value) <= MOST_ENTRIES:
@@ -307,7 +312,8 @@ class Snapshot:
     def _method(self, method: Any) -> None:
         if isinstance(method, MethodType):
             self._pending.append(method.__func__)
-        if not isinstance(method.__self__, ModuleType):  # a built-in function has its module there
+        # A built-in function has its module there.
+        if not isinstance(method.__self__, ModuleType):
             self._pending.append(method.__self__)
 
     def _partial(self, function: partial[Any]) -> None:
@@ -416,7 +422,8 @@ def _look_for(kind: type) -> _Look | None:
         look = _look_for_container(kind)
     else:
         look = Snapshot._object
-    if is_librarys:  # a class of the user's may be gone some day
+    # A class of the user's may be gone some day.
+    if is_librarys:
         _LOOKS[kind] = look
     return look
 
