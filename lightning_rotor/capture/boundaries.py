@@ -44,10 +44,16 @@ _NOTHING = 4096
 
 def stages_of(recording: Recording) -> list[Stage]:
     """Cut a recording into stages; ``ModelError`` if it is empty."""
-    nodes = list(recording.graph.nodes)
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    body = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
-    (result,) = [node for node in nodes if node.op == "output"]
+    inputs: list[fx.Node] = []
+    body: list[fx.Node] = []
+    for node in recording.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node)
+        elif node.op == "output":
+            result = node
+        elif node.op != "get_attr":
+            # Parameters, buffers and constants belong to no stage: each stage reads them where they are.
+            body.append(node)
     if not body:
         raise ModelError(
             f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
@@ -60,15 +66,22 @@ def stages_of(recording: Recording) -> list[Stage]:
     stages: list[Stage] = []
     for start, end in pairwise((0, *cuts, len(body))):
         inside, is_last = body[start:end], end == len(body)
-        read = {used for node in inside for used in node.all_input_nodes}
+        read: set[fx.Node] = set()
+        for node in inside:
+            read.update(node.all_input_nodes)
         if is_last:
+            # The output may show inputs and values of earlier stages as they are.
             read.update(result.all_input_nodes)
-        # Parameters have no number: every stage reads them where they are.
-        reads = tuple(sorted({number[node] for node in read.difference(inside) if node in number}))
-        outputs = [node for node in inside if lifetimes.last_use[node] >= end]
-        returned = result.args[0] if is_last else packed(outputs)
+        # Parameters have no number.
+        read = (read - set(inside)) & number.keys()
+        reads = tuple(sorted(map(number.__getitem__, read)))
+        if is_last:
+            # The nesting that the module returns is one value, behind all others.
+            returned, writes = result.args[0], (len(values),)
+        else:
+            outputs = [node for node in inside if lifetimes.last_use[node] >= end]
+            returned, writes = packed(outputs), tuple(map(number.__getitem__, outputs))
         piece = GraphSlice([values[index] for index in reads], inside, returned)
-        writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
         stages.append(Stage(names.of(inside), (piece,), Wiring.of([Wire(reads, writes)], writes)))
     return stages
 
@@ -101,6 +114,7 @@ class _Lifetimes:
 
     def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
         """Numbers of operations before each cut: one between any two that save something, where the least is alive."""
+        # Each module with an inverse is a stage by itself: only so can a plan give up its input alone.
         alone = self._invertible()
         cuts = self._at_bottlenecks() | self._between_saving(memory) | self._around(alone)
         weights = [memory[node].made_bytes + memory[node].saved_bytes for node in self._body]
@@ -108,6 +122,7 @@ class _Lifetimes:
 
     def _at_bottlenecks(self) -> set[int]:
         """For each value that is alive by itself somewhere, the first such place."""
+        # There the chain carries one value, as between the layers of an nn.Sequential.
         first_alone: dict[fx.Node, int] = {}
         for place in range(1, len(self._body)):
             values = self._values(place)
@@ -117,35 +132,43 @@ class _Lifetimes:
 
     def _between_saving(self, memory: Mapping[fx.Node, OpMemory]) -> set[int]:
         """Between any two neighbours of the operations that save something, the place where the least is alive."""
-        saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
-        held_bytes = [self._held_bytes(place, memory) for place in range(len(self._body))]
+        places = range(len(self._body))
+        saving = [place for place in places if memory[self._body[place]].saved_bytes]
+        held_bytes = [self._held_bytes(place, memory) for place in places]
 
         def burden(place: int) -> tuple[int, int, int]:
             # Where the bytes are the same, copies in another layout belong to what is before them as well.
             return held_bytes[place], len(self._alive[place]), -place
 
+        def tells(place: int) -> bool:
+            return self._is_possible(place) and not self._misleads(place, saved, memory)
+
         cuts = set()
         saved: set[fx.Node] = set()
         for index, following in pairwise(saving):
             saved |= memory[self._body[index]].saved
-            places = filter(self._is_possible, range(index + 1, following + 1))
-            places_that_tell = [place for place in places if not self._misleads(place, saved, memory)]
-            if places_that_tell:
-                cuts.add(min(places_that_tell, key=burden))
+            candidates = list(filter(tells, range(index + 1, following + 1)))
+            if candidates:
+                cuts.add(min(candidates, key=burden))
         return cuts
 
     def _invertible(self) -> set[int]:
         """Numbers of the operations that are a module with an inverse."""
-        modules = [(index, node) for index, node in enumerate(self._body) if node.op == "call_module"]
-        return {index for index, node in modules if is_invertible_as_a_whole(node.meta[OF])}
+        operations = set()
+        for index, node in enumerate(self._body):
+            if node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF]):
+                operations.add(index)
+        return operations
 
     def _around(self, operations: Set[int]) -> set[int]:
         """The places before and behind some operations, as far as there can be a cut."""
         places: set[int] = set()
         for index in operations:
-            end = index + 1 + self._is_check(index + 1)
+            # The check of what it returned belongs to it.
+            end = index + 2 if self._is_check(index + 1) else index + 1
             places.update((index, end))
-        inner = [place for place in places if 0 < place < len(self._body)]
+        # A cut needs operations on both sides.
+        inner = places.intersection(range(1, len(self._body)))
         return set(filter(self._is_possible, inner))
 
     def _is_check(self, place: int) -> bool:
@@ -189,10 +212,12 @@ class _Lifetimes:
 
     def _values(self, place: int) -> list[fx.Node]:
         """Values whose storage counts."""
+        # Sizes and numbers are the host's.
         return [node for node in self._alive[place] if SIZE not in node.meta and VALUED not in node.meta]
 
     def _is_possible(self, place: int) -> bool:
         """True if there can be a cut at a place."""
+        # A stage has to take and give at least one tensor. And a check must not be apart from what it checks.
         if not self._values(place) or self._is_check(place):
             return False
         if any(node.target in _PIECES for node in self._alive[place]):
@@ -217,6 +242,7 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """
+    # Sums of the weights before each operation, so that the weight of a stage is one subtraction.
     sums, ends = [0, *accumulate(weights)], [0, *cuts, len(weights)]
 
     def weight(stage: int) -> int:
@@ -227,6 +253,7 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
 
     while len(ends) > 2:
         too_many = len(ends) > MOST_STAGES + 1
+        # Asked anew for each cut that goes, as two light stages make a heavier one.
         may_join = [too_many or alone.isdisjoint(range(*stage)) for stage in pairwise(ends)]
         removable = [cut for cut in range(1, len(ends) - 1) if may_join[cut - 1] and may_join[cut]]
         if not removable:

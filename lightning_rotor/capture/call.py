@@ -50,6 +50,7 @@ class Call:
         """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
         flat, spec, structure = [*args, *kwargs.values()], None, ""
         if not _SIMPLE.issuperset(map(type, flat)):
+            # There is a container, or an object of a class that may be registered as one.
             flat, spec = flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]

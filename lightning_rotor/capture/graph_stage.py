@@ -65,9 +65,12 @@ class GraphSlice(nn.Module):
         lines = ["del value"]
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
+        # A dict in the place of a set that keeps its order.
         returned: dict[fx.Node, None] = {}
         fx.node.map_arg(outputs, returned.setdefault)
-        last_use = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
+        last_use: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            last_use.update(dict.fromkeys((node, *node.all_input_nodes), node))
         region: Region | None = None
         indent = ""
         for node in _with_reads(nodes, returned):
@@ -79,6 +82,7 @@ class GraphSlice(nn.Module):
                 if region:
                     lines.append(f"with {source.bind(region)}():")
             lines.append(f"{indent}{source.name(node)} = {expression}")
+            # The result of the last operation that uses it may be nobody's: it is let go at once.
             used_here = (*node.all_input_nodes, node)
             dying = [used for used in used_here if last_use.get(used) is node and used not in returned]
             if dying:
@@ -105,6 +109,7 @@ class GraphSlice(nn.Module):
             return source.bind(node.target)
         module = node.meta[OF]
         if module not in self._calls.values():
+            # A child in name alone, for those who walk modules: it is called by what is bound.
             self._modules[str(len(self._modules))] = module
         name = source.bind(module)
         self._calls[name] = module
@@ -123,6 +128,7 @@ class GraphSlice(nn.Module):
     def __call__(self, value: Any) -> Any:
         """Run the operations."""
         if self._function is None:
+            # The code is shared by equal slices, the namespace is this one's.
             namespace = dict(self._bound)
             exec(code_of_source(self._source), namespace)
             self._function = namespace["run"]
@@ -137,8 +143,9 @@ class GraphSlice(nn.Module):
         """A slice with the same operations, and other callables in the place of some modules."""
         other = copy(self)
         other._function = None
-        called = {name: replacements.get(module, module) for name, module in self._calls.items()}
-        other._bound = self._bound | called
+        other._bound = dict(self._bound)
+        for name, module in self._calls.items():
+            other._bound[name] = replacements.get(module, module)
         return other
 
     @property
@@ -163,6 +170,7 @@ class GraphSlice(nn.Module):
         """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo
         if not self.known_functions:
+            # The profiler takes a module that is no layer of torch's for one that may do anything.
             yield prefix, self
         for index, module in enumerate(self.called_modules):
             yield from module.named_modules(memo, f"{prefix}.{index}", remove_duplicate)
@@ -194,5 +202,9 @@ def _with_reads(nodes: Sequence[fx.Node], returned: Iterable[fx.Node]) -> dict[f
     ordered: dict[fx.Node, None] = {}
     for node in nodes:
         ordered.update(dict.fromkeys((*node.all_input_nodes, node)))
+    # A forward may return a parameter as it is.
     ordered.update(dict.fromkeys(returned))
-    return {node: None for node in ordered if node in inside or node.op == "get_attr"}
+    for node in [*ordered]:
+        if node not in inside and node.op != "get_attr":
+            del ordered[node]
+    return ordered

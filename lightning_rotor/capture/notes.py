@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class _Noted:
     def __init__(self, place: Place, path: str) -> None:
         self.place, self.path, self.value = place, path, place.read()
         self._seen = Copies(objects=False).of(self.value)
+        # Of an object, only the identity counts here: what it holds is noted at places of its own.
         followed = () if isinstance(self._seen, Same) else (self.value,)
         self._before = Snapshot(followed, hooks=False, objects=False)
 
@@ -98,16 +99,15 @@ class Notes:
 
     def _tables(self) -> list[Any]:
         """The namespaces that count."""
-        owners = self._namespaces.values()
-        tables = [owner if isinstance(owner, dict) else vars(owner) for owner in owners]
-        return [*tables, *(namespace for namespace, _ in self._looked_up.values())]
+        tables = list(map(_table_of, self._namespaces.values()))
+        tables += [namespace for namespace, _ in self._looked_up.values()]
+        return tables
 
     def _names_present(self) -> list[frozenset[str]]:
         """Of the names that count in each namespace, those that are there."""
-        mentioned = repeat(self.names, len(self._namespaces))
-        looked_up = [names for _, names in self._looked_up.values()]
-        pairs = zip(self._tables(), [*mentioned, *looked_up], strict=True)
-        return [frozenset(table.keys() & names) for table, names in pairs]
+        names: list[Set[str]] = [self.names] * len(self._namespaces)
+        names += [looked_up for _, looked_up in self._looked_up.values()]
+        return [frozenset(table.keys() & counted) for table, counted in zip(self._tables(), names, strict=True)]
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
@@ -120,10 +120,13 @@ class Notes:
         """True if everything is as it was. This runs at every training call."""
         if self._copies is None or not self._copies.hold():
             copies = Copies(objects=False)
+            # A global that did not exist, such as one that hides a built-in, may exist now.
             if self._names_present() != self._present:
                 return False
-            if not all(noted.holds(copies) for noted in self._noted.values()):
-                return False
+            for noted in self._noted.values():
+                if not noted.holds(copies):
+                    return False
+            # A thread local has other attributes in each thread, so that no table of it can be kept.
             of_threads = [owner for owner in self._namespaces.values() if isinstance(owner, threading.local)]
             read = _reader([noted.place for noted in self._noted.values()], of_threads)
             copies.settle(read, self._tables())
@@ -137,6 +140,11 @@ class Notes:
                 noted.restore()
 
 
+def _table_of(owner: Any) -> Any:
+    """The names of a namespace, a class or a thread local, with their values."""
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
 def _reader(places: Iterable[Place], of_threads: Sequence[threading.local]) -> Callable[[], tuple[Any, ...]]:
     """A function that reads all places at once, in as few calls of Python as can be; () if one is gone.
 
@@ -147,7 +155,8 @@ def _reader(places: Iterable[Place], of_threads: Sequence[threading.local]) -> C
     others: list[Callable[[], Any]] = [partial(_count_of_names, local) for local in of_threads]
     for place in places:
         if place.kind in (ENTRIES, CLASS_ENTRIES):
-            namespaces[id(place.owner)] = place.owner if place.kind is ENTRIES else vars(place.owner)
+            # One call of C reads all names of a namespace.
+            namespaces[id(place.owner)] = _table_of(place.owner)
             names[id(place.owner)].append(place.name)
         else:
             others.append(place.read)

@@ -124,6 +124,7 @@ class Recorder(TorchFunctionMode):
         inputs = self._writer.begin(self._root, copies)
         first_attribute = len(copies) - len(self._call.attributes)
         attributes = dict(zip(self._call.attributes, copies[first_attribute:], strict=True))
+        # Both were copied for this run, so the forward may change them in place, as in training.
         self.check.trust((*copies[:first_attribute], *self._root.buffers()))
         self.check.allow(tensors_in(copies[first_attribute:]))
         args, kwargs = self._call.with_tensors(copies)
@@ -148,6 +149,7 @@ class Recorder(TorchFunctionMode):
                     del attributes
                     output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
+                # No operation of the graph would change it, and the caller would miss that.
                 if containers_changed():
                     raise UntraceableError("it changes a container that it is called with: let it return a new one")
                 self._writer.require_bare(tensors_in(output))
@@ -171,6 +173,7 @@ class Recorder(TorchFunctionMode):
         if any(node.target is private.pack_sequences for node in behind):
             # Packed sequences have sizes that depend on their lengths in ways of their own.
             values_seen += writer.lengths
+        # A plan is also made for the entries of packed sequences, a number that no shape of an input tells.
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
         guards = SizeGuards(self._call.signature, inputs, sizes_asked, values_seen, totals)
         questions = [node for node, _ in (*values_seen, *writer.lengths, *sizes_asked)]
@@ -203,6 +206,7 @@ class Recorder(TorchFunctionMode):
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, as one operation or by its recorded code."""
+        # A module that was there before and is no submodule has parameters that nobody sees: path_of refuses it.
         if module not in self.calls and not self.check.was_there(module):
             # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
             return call(module, *args, **kwargs)
@@ -211,6 +215,7 @@ class Recorder(TorchFunctionMode):
         with self.calls.inside(module):
             if not self._is_leaf(module, args, kwargs):
                 output = call(module, *args, **kwargs)
+                # At the end of each module, so that the innermost one that draws is blamed.
                 self._require_same_generators()
                 return output
             self.calls.leaves.add(module)
@@ -309,11 +314,14 @@ class Recorder(TorchFunctionMode):
         last, when all tensors around it have their nodes.
         """
         with self._aside():
+            # Under vmap and grad, tensors are wrappers that an operation of the graph would not get.
             if private.is_transformed():
                 raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
             read = tensors_in((operation.args, operation.kwargs))
+            # An operation that takes no tensor may return none, and is not one for the graph then.
             is_certain = bool(read) or operation.is_module
             encoded = self._encoded(operation) if is_certain else None
+            # Code of the user's could read attributes of tensors, which operations of a graph do not set.
             if not operation.is_torchs:
                 self._writer.require_bare(read)
             versions = list(map(version_of, read))
@@ -326,6 +334,7 @@ class Recorder(TorchFunctionMode):
                     # torch.set_grad_enabled and the like.
                     return result
                 encoded = self._encoded(operation)
+            # A message between processes that has not arrived yet must be waited for where the code waits.
             if any(map(is_on_its_way, tensors_in(result))):
                 raise UntraceableError(NOT_ARRIVED)
             node = self._writer.node(operation.kind, operation.target, *encoded)
@@ -358,10 +367,11 @@ class Recorder(TorchFunctionMode):
     def _note_sources(self, node: fx.Node, operation: _Operation, seen: OperationSeen) -> None:
         """Note what a result depends on besides the arguments, and whether it may be another next time."""
         if operation.origin or seen.draws:
+            # Draws of operations are their own business. From here on, other ones count again.
             self._states = GeneratorStates()
             source = operation.origin or "random numbers, as when a block is skipped at random"
             self._writer.impure.setdefault(node, source)
-        # Modules are asked what they are when their stage is measured.
+        # A stage names its modules, which the profiler looks at. Of functions it knows this mark alone.
         if not operation.is_module and (operation.origin or seen.draws or seen.accumulates):
             node.meta[UNSURE] = True
 

@@ -38,15 +38,16 @@ class Watch:
         inputs: Collection[Slot] = (),
     ) -> None:
         self._root = root
-        # A scripted module keeps what it has in C++.
+        # A scripted module keeps what it has in C++, and is one operation anyway.
         self.modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._inputs = frozenset(inputs)
         self._tensors, self._outside = tensors, outside
         self._seen = [self._look(module, Copies()) for module in self.modules]
         # What the quick comparison needs, once the slow one has found no change.
         self._copies: Copies | None = None
-        tables = [table for module in self.modules for table in (module._parameters, module._buffers)]
-        self._filled_tables = [table for table in tables if table]
+        self._filled_tables: list[dict[str, Any]] = []
+        for module in self.modules:
+            self._filled_tables += filter(None, (module._parameters, module._buffers))
         self._shapes = self._shapes_now()
 
     def holds(self) -> bool:
@@ -95,13 +96,19 @@ class Watch:
         look_at_tensor = Same if self._tensors else _seen_in_slot
         return (
             type(module),
+            # A class may get another forward, as by a patch of the user's.
             Same(type(module).forward),
             module is self._root or has_own_call(module),
             attributes,
-            {name: Same(child) for name, child in module._modules.items()},
-            {name: look_at_tensor(parameter) for name, parameter in module._parameters.items()},
-            {name: look_at_tensor(buffer) for name, buffer in module._buffers.items()},
+            _mapped(Same, module._modules),
+            _mapped(look_at_tensor, module._parameters),
+            _mapped(look_at_tensor, module._buffers),
         )
+
+
+def _mapped(look: Callable[[Any], Any], table: dict[str, Any]) -> dict[str, Any]:
+    """A table with the look of each value."""
+    return {name: look(value) for name, value in table.items()}
 
 
 def _seen_in_slot(tensor: torch.Tensor | None) -> Any:
@@ -120,12 +127,18 @@ def _own_names(module: nn.Module) -> tuple[str, ...]:
 
 def _parts_of(modules: Sequence[nn.Module]) -> tuple[Callable[[], tuple[Any, ...]], list[dict[str, Any]]]:
     """A function that gives what modules are made of, and the dicts whose lengths say whether anything was added."""
-    attributes = list(map(vars, modules))
-    tables = [own[name] for own in attributes for name in ("_modules", "_parameters", "_buffers")]
-    filled = [table for table in tables if table]
-    hooks = [own[name] for own in attributes for name in private.HOOKS]
+    # Everything that can be is done here, once. What stays for each call are loops in C, over some thousand values.
     structure = ("_modules", "_parameters", "_buffers", *private.HOOKS)
-    getters = [itemgetter(*_own_names(module), *structure) for module in modules]
+    attributes = list(map(vars, modules))
+    tables: list[dict[str, Any]] = []
+    hooks: list[dict[str, Any]] = []
+    getters = []
+    for module, own in zip(modules, attributes, strict=True):
+        tables += (own["_modules"], own["_parameters"], own["_buffers"])
+        hooks += map(own.__getitem__, private.HOOKS)
+        getters.append(itemgetter(*_own_names(module), *structure))
+    # An empty table that is filled has another length.
+    filled = list(filter(None, tables))
     kinds = dict.fromkeys(map(type, modules))
 
     def read() -> tuple[Any, ...]:

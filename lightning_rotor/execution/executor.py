@@ -69,6 +69,7 @@ class Executor:
         watch: Stopwatch | None = None,
     ) -> None:
         check_schedule(chain, schedule)
+        # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
@@ -76,6 +77,7 @@ class Executor:
         named_root = None if root is None else (root, "")
         states = states or (NO_STATE,) * len(self._stages)
         self._states = tuple(replace(state, root=named_root) for state in states)
+        # Names of the chain's values by number, for messages.
         self._names = dict(enumerate(inputs))
         for stage in self._stages:
             self._names.update(dict.fromkeys(stage.writes, f"output of {stage.name!r}"))
@@ -113,6 +115,7 @@ class Executor:
             return partial(run_inverted, Way(stage, option.fused, costs.draws_random, self._states[leaf.stage]))
         units = units_in(stage.modules)
         if units:
+            # FSDP's hooks gather and release parameters, and a segment around must find them as they were.
             return partial(_run_units, units, stage, leaf.option)
         return partial(run_stage, stage, option=leaf.option)
 

@@ -150,7 +150,7 @@ class Inversion:
     def run(self, value: Any) -> Any:
         """The output of the module, whose graph is the one node."""
         inputs, self._taken = tree_flatten(value)
-        versions = [private.version_of(tensor) for tensor in inputs]
+        versions = list(map(private.version_of, inputs))
         # With gradients: kernels may give other last bits where none is wanted.
         # Its graph will be dropped; a backward inside of the function runs it again.
         with self.moment.first(), Recomputation(self.way.name, partial(self._run_again, value)).dropping():
@@ -158,7 +158,9 @@ class Inversion:
         made = require_own_output(inputs, versions, output, name=self.way.name)
         self._made = tree_flatten(output)[1]
         learns = [tensor.requires_grad for tensor in made]
-        outputs = _Node.apply(self, [tensor.detach() for tensor in made], learns, *inputs, *self._parameters)
+        # Detached, the outputs get the node in the place of the module's own graph.
+        outputs = _Node.apply(self, list(map(torch.Tensor.detach, made)), learns, *inputs, *self._parameters)
+        # Their graph would live as long as these names do.
         del output, made
         self._outputs = list(map(weakref.ref, outputs))
         self.output.hold(outputs)
@@ -175,6 +177,7 @@ class Inversion:
         """The rebuilt tensors, checked and laid out as they were."""
         leaves = require_like(value, self._inputs_like, name=self.way.name, what=what)
         self._guard.check(leaves, draws_random=self.moment.draws_random)
+        # Kernels may give other last bits for another layout.
         return [_placed(leaf, stride).detach() for leaf, stride in zip(leaves, self._strides, strict=True)]
 
     def backward(self, gradients: Tensors, wanted: Sequence[bool], *, for_good: bool) -> list[torch.Tensor | None]:

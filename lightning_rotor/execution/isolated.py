@@ -75,6 +75,7 @@ class _CopiesBeforeWrites(private.TorchDispatchMode):
         # Putting back is not counted, as writing to .data is not: it would look like a change of the user's.
         self._kept = [(parameter, parameter.data) for parameter in parameters]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # By memory, those that nothing has written to yet. An operation may write to a view of one.
         self._waiting = {_memory_of(data): data for _, data in self._kept}
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:

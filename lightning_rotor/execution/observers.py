@@ -45,6 +45,7 @@ class Observers:
 
     def watch(self) -> None:
         """Begin to watch."""
+        # None stands for the hooks of all modules.
         for module in (None, *self._modules):
             for table in private.hook_tables(module, private.HOOKS[:2]):
                 for key, hook in [*table.items()]:
@@ -84,10 +85,12 @@ class Observers:
         own_code = list(filter(has_own_code, self._modules))
         if not quiet or not (acting or own_code):
             return quiet
+        # What has changed and can be read by code that runs again, or by hooks that will.
         shared = Snapshot((*own_code, *acting), hooks=False).owners & before.changed()
         silent = []
         for entry in quiet:
             hook = entry.watched
+            # Attributes of modules are for whoever asks the module.
             if hook.marked:
                 continue
             if shared and shared & Snapshot((hook.innermost,), hooks=False).owners:

@@ -52,9 +52,8 @@ def recomputed(
     if torch.is_grad_enabled():
         timing = nullcontext if watch is None else partial(watch.timing, watch.laps)
         held = _Inputs(name, leaves, spec, before, spell_input)
-        on_device = [tensor.device for tensor in tensors if tensor.is_cuda]
-        device = on_device[0] if on_device else torch.device("cpu")
-        first_pass = FirstPass(state, device if draws_random else None, known_draws)
+        device = _device_of(tensors) if draws_random else None
+        first_pass = FirstPass(state, device, known_draws)
         again = partial(_run_again, function, held, first_pass, timing)
         with passing_first(first_pass), Recomputation(name, again).dropping():
             output = function(*inputs)
@@ -67,6 +66,14 @@ def recomputed(
             "Use an operation that is not in place there, or measure again if the model has changed since"
         )
     return output
+
+
+def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The first CUDA device that a tensor is on, else the host."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return tensor.device
+    return torch.device("cpu")
 
 
 def _run_again(
@@ -101,6 +108,7 @@ class _Inputs:
         # None once they are given up.
         self._leaves: list[Any] | None = [*leaves]
         if self._hooks is not None:
+            # They may move tensors to the host, say, so the originals must not be held here.
             pack, _ = self._hooks
             with torch.no_grad():
                 for place in self._tensors:
@@ -146,6 +154,7 @@ def _are_needed_no_more(tensors: Iterable[torch.Tensor]) -> bool:
     node, another backward may still come from there: two heads that read one input each, or untrained inputs.
     """
     nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    # Outside of a backward, somebody unpacks saved tensors by hand, and may do so again.
     if not nodes or private.backward_number() is None or private.backward_keeps_graph():
         return False
     return all(map(private.backward_reaches, nodes))

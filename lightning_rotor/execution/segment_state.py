@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
+from itertools import filterfalse
 from typing import Any, TypeAlias
 
 import torch
@@ -60,7 +61,7 @@ class SegmentState:
 
     def remembered_bytes(self, block_bytes: int) -> int:
         """Bytes that one first pass takes to remember them, from an allocator with blocks of this size."""
-        return sum(_buffer_bytes(module, block_bytes) for module in self.remembered)
+        return sum([_buffer_bytes(module, block_bytes) for module in self.remembered])
 
     def copied_bytes(self, block_bytes: int) -> int:
         """Bytes of copies of all that a forward may change, see ``planned.forward.BeforeForward``."""
@@ -81,16 +82,27 @@ class SegmentState:
 
     def spell(self, table: dict[str, Any], name: str) -> str:
         """The name of a tensor in messages."""
-        readers = [owner for owner, _ in self.direct_reads]
-        modules = (*self.parametrized, *self.buffered, *self.remembered, *readers)
-        owner = next(module for module in modules if table is module._parameters or table is module._buffers)
-        kind = "parameter" if table is owner._parameters else "buffer"
-        root, prefix = (None, "") if self.root is None else self.root
-        for path, module in root.named_modules() if root is not None else ():
-            if module is owner:
-                words = filter(None, (prefix, path, name))
-                return f"{kind} {'.'.join(words)!r}"
+        kind, owner = self._owner_of(table)
+        if self.root is not None:
+            root, prefix = self.root
+            for path, module in root.named_modules():
+                if module is owner:
+                    words = filter(None, (prefix, path, name))
+                    return f"{kind} {'.'.join(words)!r}"
+        # A module that the code reads without having it, or a stage that nobody has named.
         return f"{kind} {name!r} of {type(owner).__name__}"
+
+    def _owner_of(self, table: dict[str, Any]) -> tuple[str, nn.Module]:
+        """The kind of a table, and the module that it belongs to."""
+        modules = [*self.parametrized, *self.buffered, *self.remembered]
+        modules += [owner for owner, _ in self.direct_reads]
+        # By identity: tables of two modules are equal if both are empty.
+        for module in modules:
+            if table is module._parameters:
+                return "parameter", module
+            if table is module._buffers:
+                return "buffer", module
+        raise LookupError("the table of none of the modules")
 
 
 def state_of(stage: Stage, updating: Iterable[nn.Module], scratch: dict[_OwnedName, Statistic]) -> SegmentState:
@@ -103,18 +115,16 @@ def state_of(stage: Stage, updating: Iterable[nn.Module], scratch: dict[_OwnedNa
     called = list(stage.called_modules())
     read = _with_buffers_read(stage, modules)
     for module in modules:
-        buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         is_stock = is_plain_stock(module)
-        if not buffers:
+        # A buffer may be None: normalization without running statistics.
+        if not any(buffer is not None for buffer in module._buffers.values()):
             continue
         if isinstance(module, NORMALIZATIONS) and is_stock:
             if module in read:
+                # Rule 4 in the place of rule 3.
                 remembered.append(module)
-                continue
-            for name, buffer in buffers.items():
-                if (module, name) not in scratch:
-                    scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
-                statistics.append(scratch[module, name])
+            else:
+                statistics += _statistics_of(module, scratch)
         elif module in seen_updating:
             remembered.append(module)
         elif not is_stock:
@@ -122,18 +132,38 @@ def state_of(stage: Stage, updating: Iterable[nn.Module], scratch: dict[_OwnedNa
             is_large = _buffer_bytes(module) > SMALL_BYTES
             (watched if is_large else remembered).append(module)
     # FSDP gives its units other parameters around each forward, the same ones in a recomputation.
-    exchanged = {module for unit in units_in(stage.modules) for module in unit.module.modules()}
+    exchanged: set[nn.Module] = set()
+    for unit in units_in(stage.modules):
+        exchanged.update(unit.module.modules())
+    parametrized = [module for module in called if module._parameters and module not in exchanged]
     buffered, direct_reads = _read_as_they_are(remembered, called, stage.direct_reads())
     return SegmentState(
         statistics=tuple(statistics),
         remembered=tuple(remembered),
         watched=tuple(watched),
-        attributed=tuple(module for module in modules if not is_plain_stock(module)),
+        attributed=tuple(filterfalse(is_plain_stock, modules)),
         layers=tuple(filter(is_plain_stock, called)),
-        parametrized=tuple(module for module in called if module._parameters and module not in exchanged),
-        buffered=tuple(module for module in buffered if module._buffers),
+        parametrized=tuple(parametrized),
+        buffered=tuple(filter(_has_buffers, buffered)),
         direct_reads=direct_reads,
     )
+
+
+def _statistics_of(module: nn.Module, scratch: dict[_OwnedName, Statistic]) -> list[Statistic]:
+    """The statistics of a normalization, with scratch that all stages share."""
+    statistics = []
+    for name, buffer in module._buffers.items():
+        if buffer is None:
+            continue
+        # Nobody reads scratch, so replays of all stages may write to the same.
+        if (module, name) not in scratch:
+            scratch[module, name] = Statistic(module, name, torch.empty_like(buffer))
+        statistics.append(scratch[module, name])
+    return statistics
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    return bool(module._buffers)
 
 
 def _with_buffers_read(stage: Stage, modules: Iterable[nn.Module]) -> set[nn.Module]:
@@ -151,8 +181,12 @@ def _read_as_they_are(
 ) -> tuple[tuple[nn.Module, ...], tuple[_OwnedName, ...]]:
     """Modules and slots that a replay reads as they are, each once: not those of buffers that are remembered."""
     copied = set(remembered)
-    read = [(owner, name) for owner, name in slots if not (name in owner._buffers and owner in copied)]
-    return tuple(module for module in modules if module not in copied), tuple(dict.fromkeys(read))
+    # In the place of a set that keeps its order.
+    read: dict[_OwnedName, None] = {}
+    for owner, name in slots:
+        if name not in owner._buffers or owner not in copied:
+            read[owner, name] = None
+    return tuple(module for module in modules if module not in copied), tuple(read)
 
 
 def _runs_other_code(module: nn.Module) -> bool:

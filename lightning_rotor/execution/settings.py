@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from operator import is_
@@ -40,15 +40,16 @@ class Settings:
         """Context in which they are set again. What the code in it sets is undone at the end."""
         before, autocast = settings(), _autocast()
         older = None
-        device = None
+        device: AbstractContextManager[Any] = nullcontext()
         if self._device != private.default_device():
+            # None is torch's own default, the host.
             device = self._device or torch.device("cpu")
         try:
             if before != self._values:
                 older = _change(self._values)
             if autocast != self._autocast:
                 _set_autocast(self._autocast)
-            with nullcontext() if device is None else device:
+            with device:
                 yield
         finally:
             if _autocast() != autocast:
@@ -72,24 +73,31 @@ class LayerSettings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which they are set again, without the hooks that were registered since."""
-        pairs = zip(self._now, self._then, strict=True)
-        changed = [(now, then) for now, then in pairs if not _same(now, then)]
-        before = [now.copy() for now, _ in changed]
-        hooks = [now[name] for now in self._now for name in private.HOOKS[:2] if now[name]]
+        # Each with what it is put back to.
+        changed: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for now, then in zip(self._now, self._then, strict=True):
+            if not _same(now, then):
+                changed.append((now, then, now.copy()))
+            # Torch's layers had no hooks in the first pass, or they would not be among these.
+            hooks += map(_with_copy, map(now.__getitem__, private.HOOKS[:2]))
         if not self._all_hooked:
-            hooks += filter(None, private.hook_tables(None, private.HOOKS[:2]))
-        hooked = [table.copy() for table in hooks]
+            hooks += map(_with_copy, private.hook_tables(None, private.HOOKS[:2]))
         try:
-            for now, then in changed:
+            for now, then, _ in changed:
                 _set_attributes(now, then)
-            for table in hooks:
+            for table, _ in hooks:
                 table.clear()
             yield
         finally:
-            for (now, _), attributes in zip(changed, before, strict=True):
-                _set_attributes(now, attributes)
-            for table, entries in zip(hooks, hooked, strict=True):
+            for now, _, before in changed:
+                _set_attributes(now, before)
+            for table, entries in hooks:
                 table.update(entries)
+
+
+def _with_copy(table: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+    return table, table.copy()
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
@@ -126,9 +134,10 @@ def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any
     """Set the process's settings, and ``older`` ones, by default as the new ones imply. Returns what these were."""
     told = [_told(read) for read, _, _ in _OLDER]
     _write(values)
-    for (_, write, implied), value in zip(_OLDER, told if older is None else older, strict=True):
+    for (_, write, implied), value in zip(_OLDER, older or told, strict=True):
         if value is not None:
-            write(implied() if older is None else value)
+            write(value if older else implied())
+    # Older names set several of the newer ones.
     _write(values)
     return told
 
@@ -137,6 +146,7 @@ def _told(read: _Read) -> Any:
     try:
         return read()
     except RuntimeError:
+        # The newer names say what no older one can.
         return None
 
 

@@ -48,6 +48,7 @@ def same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:
 def write_entries(entries: Any, then: Mapping[Any, Any]) -> None:
     """Let a dict hold these entries."""
     base = OrderedDict if isinstance(entries, OrderedDict) else dict
+    # Emptied first, as the order of the entries counts too.
     base.clear(entries)
     base.update(entries, then)
 
@@ -68,6 +69,7 @@ def write_list(entries: Any, then: list[Any]) -> None:
 
 def same_set(entries: Any, then: set[Any]) -> bool:
     """True if a set holds the very objects that it held."""
+    # By identity: entries may have an equality of their own.
     return set(map(id, entries_of(entries))) == set(map(id, then))
 
 

@@ -47,6 +47,7 @@ class GeneratorStates:
         torchs: bool = True,
         kinds: Collection[str] | None = None,
     ) -> None:
+        # A process that has not touched CUDA must not begin to: it takes memory, and breaks later forks.
         if torchs and device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
             device = torch.device("cuda", torch.cuda.current_device())
         has_own_generator = device is not None and device.type == "cuda"

@@ -105,6 +105,7 @@ def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove
 
     def write_changed(owner: Any, then: Mapping[str, Any]) -> None:
         for name, value in then.items():
+            # What is unchanged is not written: setting may be seen, or be refused.
             if read(owner, name) is value:
                 continue
             if value is ABSENT:
@@ -204,6 +205,7 @@ def namespace_of(holder: Any) -> dict[str, Any] | None:
         namespace = object.__getattribute__(holder, "__dict__")
     except AttributeError:
         return None
+    # A class has a mappingproxy there, which is read in another way.
     return namespace if type(namespace) is dict else None
 
 

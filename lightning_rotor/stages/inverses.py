@@ -89,12 +89,13 @@ def require_own_output(
     ``versions`` are those of the inputs before the forward, which must not change them.
     """
     made = require_tensors(output, name=name, what="output")
-    if [private.version_of(tensor) for tensor in inputs] != list(versions):
+    if list(map(private.version_of, inputs)) != list(versions):
         raise InverseError(
             f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "
             "Use an operation that is not in place",
             stage=name,
         )
+    # An output of fewer bytes cannot tell all inputs apart.
     taken_bytes = sum(tensor.nbytes for tensor in inputs)
     made_bytes = sum(tensor.nbytes for tensor in made)
     if made_bytes < taken_bytes:

@@ -20,6 +20,7 @@ NORMALIZATIONS = (
 
 def is_plain_stock(module: nn.Module) -> bool:
     """True if a module is one of torch's own layers, unhooked and not parametrized, so that its behaviour is known."""
+    # A parametrized layer has a class of its own, which is made in another module of torch's.
     return (
         type(module).__module__.startswith("torch.nn.modules.")
         and not private.has_forward_hooks(module)

@@ -27,6 +27,7 @@ def _one_in_one_out() -> Wiring:
     return Wiring.of([Wire((0,), (1,))], (1,))
 
 
+# Compared by identity: two stages of equal modules are two stages.
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """A step of a chain: modules that run one after the other.
@@ -45,6 +46,7 @@ class Stage:
 
     def __call__(self, value: Any) -> Any:
         """Run the stage. One value comes and goes as it is, several as a tuple."""
+        # Nearly every stage, at every step.
         if len(self.modules) == 1:
             return self.modules[0](value)
         return self.wiring.run(value, self.modules)

@@ -33,7 +33,6 @@ from lightning_rotor.private.values import bytes_of, is_fake, uncounted_copy
 from lightning_rotor.stages.containers import copy_of_bytes, entries_of, items_of, length_of
 from lightning_rotor.stages.generators import rewinding
 from lightning_rotor.stages.holders import (
-    ABSENT,
     ARRAY,
     BYTES,
     CELL,
@@ -51,7 +50,6 @@ from lightning_rotor.stages.holders import (
     Kind,
     drop_names,
     namespace_of,
-    slot,
     slots_of,
 )
 from lightning_rotor.stages.user_code import OUR_FOLDER, globals_of, is_own, is_users, is_users_class
@@ -121,6 +119,7 @@ class Snapshot:
 
     def lend(self) -> None:
         """Put everything back, but with copies in the place of small tensors and arrays, which may then change."""
+        # Copies of the copies, as there may be another replay after this one.
         loans: dict[int, Any] = {}
         for tensor, _, copy in self._tensors:
             if copy is not None:
@@ -148,8 +147,11 @@ class Snapshot:
 
     def changed_large(self) -> list[Any]:
         """Long containers and large arrays that have changed."""
-        large = [(kind, owner, content) for kind, owner, content in self._kept if _is_large(kind, content)]
-        return [owner for kind, owner, content in large if not kind.same(owner, content)]
+        changed = []
+        for kind, owner, content in self._kept:
+            if _is_large(kind, content) and not kind.same(owner, content):
+                changed.append(owner)
+        return changed
 
     @property
     def copied(self) -> list[torch.Tensor]:
@@ -158,8 +160,11 @@ class Snapshot:
 
     def changed(self) -> set[int]:
         """Things that have changed, by ``id``."""
-        owners = {id(owner) for kind, owner, content in self._kept if not kind.same(owner, content)}
-        return owners | {id(tensor) for tensor, _ in self._changed_tensors()}
+        changed = {id(tensor) for tensor, _ in self._changed_tensors()}
+        for kind, owner, content in self._kept:
+            if not kind.same(owner, content):
+                changed.add(id(owner))
+        return changed
 
     @property
     def owners(self) -> set[int]:
@@ -178,7 +183,9 @@ class Snapshot:
         if not changed:
             return []
         # A copy can be lent where a container or an attribute has the tensor.
-        in_containers = {id(value) for kind, _, content in self._kept for value in kind.values(content)}
+        in_containers: set[int] = set()
+        for kind, _, content in self._kept:
+            in_containers.update(map(id, kind.values(content)))
         gone = []
         for tensor, copy in changed:
             if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in in_containers:
@@ -190,6 +197,8 @@ class Snapshot:
 
     def _look(self, also: Iterable[object]) -> None:
         """Follow everything from the roots."""
+        # A loop in the place of recursion, as chains of objects may be longer than Python's stack. The library does this
+        # before every run that must leave no trace, so looking at a value is one call, chosen by its type.
         modules = [root for root in self._roots if isinstance(root, nn.Module)]
         self._seen.update((id(module), module) for module in modules)
         for module in modules:
@@ -199,6 +208,7 @@ class Snapshot:
             self._hook_tables(private.hook_tables(None))
         self._pending += (*also, *self._roots)
         left_out = () if self._follows_objects else _LOOKS_AT_OBJECTS
+        # Objects without end may hang together, as a model's configuration with a whole library does.
         while self._pending and len(self._seen) < _MOST_VALUES:
             value = self._pending.pop()
             kind = type(value)
@@ -222,11 +232,13 @@ class Snapshot:
                 if parameter is not None:
                     self._pending += private.gradient_hooks(parameter)
         if type(module).__module__.startswith(_OURS):
+            # What this library keeps in its own modules must stay as the measuring run leaves it.
             # A Checkpointable has its module as a plain attribute.
             self._pending += [value for value in attributes.values() if isinstance(value, nn.Module)]
             return
         self._kept.append((NAMESPACE, attributes, dict(attributes)))
         self._kept.append((DICT, attributes["_modules"], dict(attributes["_modules"])))
+        # Which tensors stand there. Their values are copied by others, see kept_parameters and lent_buffers.
         for name in ("_parameters", "_buffers"):
             self._kept.append((TENSORS, attributes[name], dict(attributes[name])))
         self._pending += _users_values(attributes)
@@ -270,9 +282,11 @@ class Snapshot:
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
+        # Of what requires a gradient, a copy that is written back would be an operation of autograd's.
         is_dense = tensor.layout is torch.strided
         copy = None
         if is_dense and bytes_of(tensor) <= self._small_bytes and not tensor.requires_grad:
+            # Not in the memory of torch's allocator, whose peak is measured.
             copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
         self._tensors.append((tensor, private.version_of(tensor), copy))
 
@@ -288,7 +302,7 @@ class Snapshot:
         for base in kind.__mro__:
             names = _data_in(base, len(vars(base)))
             if names:
-                self._keep(CLASS_ENTRIES, base, {name: CLASS_ENTRIES.read(base, name) for name in names})
+                self._keep(CLASS_ENTRIES, base, _read_all(CLASS_ENTRIES, base, names))
 
     def _generator(self, generator: Any) -> None:
         rewind = rewinding(generator)
@@ -298,6 +312,7 @@ class Snapshot:
     def _function(self, function: FunctionType) -> None:
         """Look at a function: variables around it, defaults, attributes, globals."""
         code = function.__code__
+        # Variables of this library are none of the user's, and lead to everything.
         if code.co_filename.startswith(OUR_FOLDER):
             return
         for cell in function.__closure__ or ():
@@ -306,8 +321,7 @@ class Snapshot:
         self._pending += (function.__kwdefaults__ or {}).values()
         self._keep(NAMESPACE, function.__dict__, dict(function.__dict__))
         if is_users(code.co_filename):
-            names = function.__globals__
-            self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(code)})
+            self._keep(ENTRIES, function.__globals__, _read_all(ENTRIES, function.__globals__, globals_of(code)))
 
     def _method(self, method: Any) -> None:
         if isinstance(method, MethodType):
@@ -333,13 +347,19 @@ class Snapshot:
                 self._keep(NAMESPACE, namespace, dict(namespace))
             slots = slots_of(kind)
             if slots:
-                self._keep(SLOTS, value, {name: slot(value, name) for name in slots})
+                self._keep(SLOTS, value, _read_all(SLOTS, value, slots))
         for base, look in _CONTAINERS:
             if issubclass(kind, base):
                 look(self, value)
 
 
+def _read_all(kind: Kind, owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The values that an owner has under some names."""
+    return {name: kind.read(owner, name) for name in names}
+
+
 def _holds_data(namespace: Mapping[str, Any]) -> bool:
+    # Not isinstance, which asks an object for its class, and a proxy gives another.
     return all(issubclass(type(value), _DATA) for value in namespace.values())
 
 

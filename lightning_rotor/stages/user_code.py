@@ -24,6 +24,7 @@ def is_users(filename: str) -> bool:
     # An ``assert`` in a forward that pytest has rewritten leads to all tests of the session.
     if filename.startswith(_TORCHS_AND_OURS) or f"{os.sep}_pytest{os.sep}" in filename:
         return False
+    # Installed packages lie below Python's own folder, in site-packages or dist-packages.
     return not filename.startswith(_PYTHONS) or "-packages" in filename
 
 

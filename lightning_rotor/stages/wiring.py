@@ -32,9 +32,12 @@ class Wiring:
 
     def __post_init__(self) -> None:
         # Nearly every chain: each step takes the one value that the step before has made, and nothing else is wanted.
-        made = [self.wire.reads, *(step.writes for step in self.steps)]
-        taken = [*(step.reads for step in self.steps), self.wire.writes]
-        is_row = made == taken and all(len(numbers) == 1 for numbers in made)
+        made, taken = [self.wire.reads], []
+        for step in self.steps:
+            taken.append(step.reads)
+            made.append(step.writes)
+        taken.append(self.wire.writes)
+        is_row = made == taken and set(map(len, made)) == {1}
         object.__setattr__(self, "_is_row", is_row)
 
     @classmethod
@@ -43,11 +46,13 @@ class Wiring:
         steps, wanted = tuple(steps), set(wanted)
         # Dicts, in the place of sets that keep their order.
         made: dict[int, None] = {}
+        taken: set[int] = set()
         last_use: dict[int, int] = {}
         for index, step in enumerate(steps):
             made.update(dict.fromkeys(step.writes))
+            taken.update(step.reads)
             last_use.update(dict.fromkeys((*step.writes, *step.reads), index))
-        taken = {number for step in steps for number in step.reads if number not in made}
+        taken.difference_update(made)
         dead: list[list[int]] = [[] for _ in steps]
         for number in made:
             if number not in wanted:
@@ -65,6 +70,7 @@ class Wiring:
         # No name may hold a value longer than the dict does: memory would be taken that the plan does not know of.
         del value
         for function, step, dead in zip(functions, self.steps, self.dead, strict=True):
+            # The list is nobody's once the function has the values, which may let each go.
             made = function(packed([values[number] for number in step.reads]))
             values.update(zip(step.writes, unpacked(made, len(step.writes)), strict=True))
             del made
