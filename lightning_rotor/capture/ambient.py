@@ -40,6 +40,7 @@ class Ambient(NamedTuple):
 
 def ambient() -> Ambient:
     """The settings of this moment. A guard asks for them at every training call."""
+    # Other settings, such as the precision of products, do not change which operations run: see execution/settings.
     hooks = private.hooks_for_saved_tensors()
     kernels = (
         torch.is_inference_mode_enabled(),

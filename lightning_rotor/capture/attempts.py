@@ -75,10 +75,12 @@ class Attempts:
         before, unsettled = Snapshot(self._module.modules()), None
         while True:
             attempt = self._attempt()
+            # Once is no proof: a forward that asks a clock has a graph, too.
             if attempt.recording is not None:
                 attempt = self._repeated(attempt, attempt.recording)
             if attempt.recording is not None:
-                return attempt.recording, {self._paths[submodule]: why for submodule, why in self._opaque.items()}
+                opaque = {self._paths[submodule]: reason for submodule, reason in self._opaque.items()}
+                return attempt.recording, opaque
             if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
                 unsettled = attempt.recorder.surroundings.notes
@@ -143,6 +145,7 @@ class Attempts:
         again = self._attempt()
         if again.recording is None:
             return again
+        # Generators were set back in between, so that draws make no difference.
         differing = first_difference(recording.graph, again.recording.graph)
         if differing:
             culprit = self._culprit_of_difference([str(node.meta["module"]) for node in differing], recording)

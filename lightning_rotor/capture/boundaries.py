@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence, Set
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -75,6 +76,8 @@ def stages_of(recording: Recording) -> list[Stage]:
         # Parameters have no number.
         read = (read - set(inside)) & number.keys()
         reads = tuple(sorted(map(number.__getitem__, read)))
+        returned: Any
+        writes: tuple[int, ...]
         if is_last:
             # The nesting that the module returns is one value, behind all others.
             returned, writes = result.args[0], (len(values),)

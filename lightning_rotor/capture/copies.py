@@ -92,6 +92,7 @@ class Copies:
         plain = plain_value(value)
         if plain is not None:
             return plain
+        # Of a longer container the length is its state, see below.
         if issubclass(kind, FILLED) and length_of(value) <= MOST_COMPARED:
             return self._of_container(value)
         if issubclass(kind, partial):
@@ -102,6 +103,7 @@ class Copies:
         if state is not None:
             self._others[id(value)] = value
             return Same(value), state
+        # Modules and classes have guards of their own.
         if not self._follows_objects or issubclass(kind, (nn.Module, type)):
             return Same(value)
         return self._of_object(value)
@@ -147,6 +149,7 @@ class Copies:
 
     def hold(self) -> bool:
         """True if surely nothing has changed since; another object that is equal is a change."""
+        # Lengths first: two lists that trade an entry have the same row of objects.
         if self._lengths_now() != self._lengths or not self._seen.are(self._now()):
             return False
         return list(map(_state_or_slots, self._others.values())) == self._states

@@ -68,6 +68,7 @@ class GraphCut:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
         if not self.guards.fit(call) or not self.recording.runs_the_same(recording):
             return False
+        # The older graph and its stages stay, with all plans for them. What was asked is known for more sizes now.
         self.recording.guards.include(recording.guards)
         self.guards.watch = watch
         return True
@@ -107,12 +108,15 @@ def cut_graph(
     call = Call.of(module, args, kwargs or {}, (*tensor_attributes(module), *numbers))
     # First, as the forward may take no such call.
     names = call.names
+    # The newest of a kind: it has learnt which modules become one operation.
     similar = [cut for cut in reversed(known) if cut.guards.are_like(call)][:1]
     try:
-        earlier = [] if afresh else similar
-        seen_before = [cut.recording for cut in earlier]
-        opaque_before = {path: why for cut in earlier for path, why in cut.opaque.items()}
-        recording, opaque = Attempts(module, call, seen_before, opaque_before).record()
+        if similar and not afresh:
+            (earlier,) = similar
+            attempts = Attempts(module, call, [earlier.recording], earlier.opaque)
+        else:
+            attempts = Attempts(module, call)
+        recording, opaque = attempts.record()
     except ModelError:
         if not numbers:
             raise

@@ -46,6 +46,7 @@ class CallGuards:
         call = self.call(args, kwargs)
         if not self.are_like(call):
             return None
+        # Mostly this very signature has been found to hold before.
         signature = call.signature
         if signature in self._sizes.settled or self._sizes.hold(signature, call.inputs):
             return self.take(call)

@@ -59,6 +59,7 @@ class ModuleCalls:
                 raise
             raise error.located(self._paths[module]) from error
         except Exception:
+            # The first that sees the error is the innermost.
             if self.culprit is None and module not in self.leaves:
                 self.culprit = module
             raise

@@ -28,6 +28,7 @@ def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
 @lru_cache(maxsize=4096)
 def names_of_others(code: CodeType) -> frozenset[str]:
     """Names of attributes in code that it reads of anything but its first argument, which is mostly ``self``."""
+    # CPython 3.11 and newer keep caches between instructions.
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     own = code.co_varnames[:1] if code.co_argcount else ()
     names = set()
@@ -35,6 +36,7 @@ def names_of_others(code: CodeType) -> frozenset[str]:
         is_own = before.opname.startswith("LOAD_FAST") and before.argval in own
         if step.opname == "LOAD_ATTR" and not is_own:
             names.add(str(step.argval))
+    # Which of the strings are names, nobody knows. One too many costs a comparison.
     if "getattr" in code.co_names:
         names.update(_strings_in(code.co_consts))
     return frozenset(names)
@@ -49,6 +51,7 @@ def reads_whole_objects(code: CodeType) -> bool:
     """True if code takes objects apart without naming their attributes."""
     if not _WHOLE.isdisjoint(code.co_names):
         return True
+    # ``case Config(rate)`` reads attributes that __match_args__ names.
     return any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
 
 
@@ -57,6 +60,7 @@ def names_attribute(code: CodeType, position: int) -> bool:
     """True if the call of ``getattr`` at this place in code names the attribute there."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PRECALL")]
     steps = [step for step in steps if step.offset <= position]
+    # The arguments were loaded by the instructions right before the call, unless one was computed.
     call = steps[-1]
     if not call.opname.startswith("CALL") or call.arg not in (2, 3):
         return False

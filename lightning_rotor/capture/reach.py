@@ -105,6 +105,7 @@ class Reach:
             objects = [holder for holder in self._holders if holder.is_object]
             for holder in objects:
                 self._look(holder, holder.names())
+        # Objects that were met before may have attributes of these names.
         if new:
             for holder in [*self._holders]:
                 self._look(holder, holder.names() & new)
@@ -140,12 +141,14 @@ class Reach:
     def _follow(self, value: Any, path: str, where: str, level: int) -> None:
         if type(value) in PLAIN or id(value) in self._seen:
             return
+        # Modules of the recorded one are compared by Watch.
         if isinstance(value, nn.Module) and value in self._inside:
             return
         if len(self._seen) > _MOST_VALUES:
             raise UntraceableError(f"it can read more than {_MOST_VALUES} values outside of modules, through {where!r}")
         self._seen[id(value)] = value
         _require_comparable(value, where)
+        # Watch compares containers to the end, and objects one level deep.
         level_inside = level if isinstance(value, FILLED) else _OUTSIDE
         self._pending += [(entry, path, f"{where}[…]", level_inside) for entry in _parts_of(value)]
         for holder in _holders_of(value, where, path):
@@ -236,6 +239,7 @@ def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
                 yield holder(kinds.CLASS_ENTRIES, base)
             return
         case ModuleType():
+            # A module without a file is built into Python.
             file = getattr(value, "__file__", None) or "<frozen "
             if is_users(file):
                 yield holder(kinds.ENTRIES, vars(value))

@@ -134,6 +134,8 @@ class Recorder(TorchFunctionMode):
         del copies
         try:
             with (
+                # Saved tensors are counted and dropped: a recording takes no more memory than a forward without
+                # gradients.
                 saved_tensors_hooks(self._note_saved, _gone),
                 shown_calls(self),
                 private.uncompiled(),
@@ -147,6 +149,7 @@ class Recorder(TorchFunctionMode):
                 self._gradients = self._ambient.gradients
                 with _in_place(attributes):
                     del attributes
+                    # Not by calling the root: its hooks, and a forward in its attributes, run around the plan.
                     output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
                 # No operation of the graph would change it, and the caller would miss that.
@@ -176,6 +179,7 @@ class Recorder(TorchFunctionMode):
         # A plan is also made for the entries of packed sequences, a number that no shape of an input tells.
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
         guards = SizeGuards(self._call.signature, inputs, sizes_asked, values_seen, totals)
+        # Guards have written them down. In the graph, they would be computed in every step.
         questions = [node for node, _ in (*values_seen, *writer.lengths, *sizes_asked)]
         erase(writer.graph, [*totals, *questions])
         return Recording(
@@ -243,15 +247,18 @@ class Recorder(TorchFunctionMode):
 
     def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a module is one operation."""
+        # It may try the module's inverse, which is no operation of the forward.
         with self._aside():
             if self._is_opaque(module, (args, kwargs)):
                 return True
+        # A layer of torch's is one operation for a plan, whatever it calls.
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and record it."""
+        # A functional collective returns before its message has arrived. In a graph, it is one operation that waits.
         function: Any = arrived(func) if is_functional(func) else func
         kwargs = kwargs or {}
         with self.surroundings.paused():
@@ -269,6 +276,7 @@ class Recorder(TorchFunctionMode):
             require_recordable(function, args, kwargs)
             if function not in FUNCTIONS:
                 return self._operate(self._operation(function, args, kwargs))
+        # Python code of torch's: a copy of it runs under this mode again, so that what it does is seen.
         with self:
             return body_of(function)(*args, **kwargs)
 
@@ -385,15 +393,22 @@ class Recorder(TorchFunctionMode):
         """The output of a module that is one operation, as the code sees it."""
         if not is_torchs:
             self._writer.require_bare(tensors_in(output))
-            without_sizes, with_sizes = (appearance_of(output, sizes=sizes) for sizes in (False, True))
+            without_sizes = appearance_of(output, sizes=False)
+            with_sizes = appearance_of(output, sizes=True)
             self._unknown_leaves.append((node, without_sizes, with_sizes))
         return self._writer.unpack(output, node, read, fresh_objects=not is_torchs)
 
     def _result_of_function(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor], seen: OperationSeen) -> Any:
         """The value that the code sees: tensors, or values out of them."""
-        leaves = tree_leaves(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]
+        # A value is a question, whose answer must be the same at the next call. An object that may hold values, such as
+        # an iterator, cannot be compared.
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            elif leaf is not None:
+                others.append(leaf)
         if not all(isinstance(value, (bool, int, float, complex, str)) for value in others):
             kind = type(others[0]).__name__
             raise UntraceableError(f"{name_of(node)} returns {kind}, which may hold values of tensors")
@@ -406,8 +421,8 @@ class Recorder(TorchFunctionMode):
         output = self._writer.unpack(result, node, read)
         if seen.reads_values:
             # Their sizes are values out of tensors: ``x[mask]``, ``nonzero``.
-            nodes = [self._writer.node_of(tensor) for tensor in tensors]
-            for made, tensor in zip(nodes, tensors, strict=True):
+            for tensor in tensors:
+                made = self._writer.node_of(tensor)
                 shape = self._writer.node("call_function", getattr, (made, "shape"), {})
                 self._writer.guard(shape, tensor.shape, f"the size of what {name_of(node)} returns")
         return output
@@ -415,6 +430,7 @@ class Recorder(TorchFunctionMode):
     def _follow_ambient(self) -> None:
         """Tell the graph under which settings the next operation runs; ``UntraceableError`` if it cannot set these."""
         now, base = ambient(), self._ambient
+        # torch.no_grad and torch.autocast are regions of the graph. Nothing else around an operation is kept with it.
         is_followed = now.gradients == self._gradients
         if not is_followed or (now.kernels, now.hooks) != (base.kernels, base.hooks):
             raise UntraceableError(
@@ -454,6 +470,7 @@ def _in_place(attributes: Mapping[Slot, Any]) -> Iterator[None]:
 
 def require_unrecorded(what: str) -> None:
     """Raise ``UntraceableError`` if the running code is recorded."""
+    # A recorder that is not listening runs an operation, whose code runs again at every call.
     if any(isinstance(mode, Recorder) and mode.check.listens for mode in private.function_modes()):
         raise UntraceableError(what)
 

@@ -39,9 +39,10 @@ class StageNames:
         return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
-        working = [node for node in audible if node.op == "call_module" or name_of(node) not in _VIEWS]
-        working = working or audible or list(nodes)
+        users = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
+        telling = [node for node in users if node.op == "call_module" or name_of(node) not in _VIEWS]
+        # A stage of views alone has their name.
+        working = telling or users or list(nodes)
         module = _module_around(working)
         operations_here = sum(module in _paths_around(node) for node in nodes)
         if module and self._inside[module] == operations_here:

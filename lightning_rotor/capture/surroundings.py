@@ -43,6 +43,8 @@ Functions: TypeAlias = Callable[[], Mapping[CodeType, Sequence[FunctionType]]]
 def functions() -> Mapping[CodeType, Sequence[FunctionType]]:
     """Users' functions with variables of enclosing ones, or defaults, by their code. It looks at all, which is slow."""
     by_code: defaultdict[CodeType, list[FunctionType]] = defaultdict(list)
+    # A frame does not know its function, and only the function has defaults and cells. The collector knows all
+    # functions, except for those that ``gc.freeze`` has put aside.
     for function in gc.get_objects():
         if type(function) is not FunctionType or not is_users(function.__code__.co_filename):
             continue
@@ -117,6 +119,7 @@ class Surroundings:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context of code that is not the module's. It runs several times as fast."""
+        # Inside of another pause, or with another profiler, there is nothing to pause.
         if _COSTLY_TO_PAUSE or sys.getprofile() != self._listen:
             yield
             return
@@ -153,6 +156,7 @@ class Surroundings:
 
     def _note_built_in(self, frame: FrameType, called: Any) -> None:
         """Note a call of a function in C: it writes, or it reads an attribute."""
+        # A recording would not print again. Most loggers end in a call of ``write``, too.
         if called is print or called.__name__ == "write":
             if self.written_by is None:
                 self.written_by = self._module_path()
@@ -164,6 +168,7 @@ class Surroundings:
     def _note_call(self, frame: FrameType, path: str) -> None:
         """Note what a function of the user's can read."""
         code = frame.f_code
+        # One function may run as a method of several classes, whose attributes differ.
         first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         kind: type = first if issubclass(type(first), type) else type(first)  # type: ignore[assignment]
         is_new = (code, kind) not in self._read_codes
@@ -198,6 +203,7 @@ class Surroundings:
             for name in names_in(code) & vars(base).keys():
                 self._reach.read(Place(CLASS_ENTRIES, base, name), path, f"{kind.__name__}.{name}")
         self._reach.follow(kind, path, kind.__name__)
+        # Python's own code reads the dict in os.environ, under a name that no code of the user's mentions.
         if not _ENVIRONMENT.isdisjoint(code.co_names):
             self._reach.read(Place(ENTRIES, vars(os.environ), "_data"), path, "os.environ")
 

@@ -41,6 +41,7 @@ class _Traced:
 
     def pin(self) -> None:
         """Hold for this very number alone, as its further use is not recorded."""
+        # Inside of an operation, torch's own code uses the number, which the operation does again.
         if self.notebook.check.listens:
             self.notebook.ask(operator.eq, self, plain(self), True)
 
@@ -52,6 +53,7 @@ def _computed(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
     """A method that records arithmetic."""
 
     def operate(self: _Traced, *others: Any) -> Any:
+        # A tensor takes it from here: ``2 * x`` asks the tensor when the number does not know.
         if not all(isinstance(other, (int, float, complex)) for other in others):
             return NotImplemented
         operands = (*others, self) if swapped else (self, *others)
@@ -84,6 +86,8 @@ def _pinned(name: str) -> Callable[..., Any]:
     return read
 
 
+# Methods by name, as Python looks operators up in the class. An operation that is missing here holds for the plain
+# number alone: Python asks for that by __index__ or __float__.
 for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow"):
     setattr(_Traced, f"__{_name}__", _computed(getattr(operator, _name)))
     setattr(_Traced, f"__r{_name}__", _computed(getattr(operator, _name), swapped=True))
@@ -104,6 +108,7 @@ class Size(_Traced, int):
         self.node, self.notebook = node, notebook
         return self
 
+    # Copied or pickled, it is a plain number: the graph must not go with it.
     def __reduce__(self) -> Any:
         return int, (int.__int__(self),)
 

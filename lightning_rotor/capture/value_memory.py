@@ -72,6 +72,7 @@ class ValueMemory:
 
     def put(self, tensor: torch.Tensor, node: fx.Node, made_from: Sequence[torch.Tensor] = ()) -> None:
         """Make the tensor the value of this node; it may be a view of one that it was made from."""
+        # A view of an argument shares its memory, and whatever changes the one changes the other.
         storage = storage_of(tensor)
         self._firsts[node] = node
         for other in made_from:
@@ -92,6 +93,7 @@ class ValueMemory:
 
     def is_repeatable(self, nodes: Set[fx.Node]) -> bool:
         """True if these operations alone give what they gave: no other, and none on what was there, changed a value."""
+        # ``x.add_(1)`` between two questions about x: asked again before the forward, both would see the same x.
         firsts = {self._firsts[node] for node in nodes if node in self._firsts}
         changed = [first for first in firsts if first in self._changes]
         return all(first.op not in LASTING and self._changes[first] <= nodes for first in changed)
@@ -111,6 +113,7 @@ class ValueMemory:
         saved_values = set()
         for storage, size in self.saving.items():
             first = owners.get(storage)
+            # Parameters and inputs are held by others, whether autograd saves them or not.
             if storage in self.lasting or (first is not None and first.op in LASTING):
                 continue
             saved_bytes += size

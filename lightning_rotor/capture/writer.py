@@ -84,11 +84,13 @@ class GraphWriter:
         """A new node of the module whose forward is running."""
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
+        # Stages are named after the module, messages name the line.
         node.meta["module"], node.meta[LINE] = self._calls.path, _users_line()
         if self.region is not None:
             node.meta[REGION] = self.region
         if kind == "call_module":
             node.meta[OF] = self._root.get_submodule(target)
+        # What is computed from a value that may be another next time may be another, too.
         for used in node.all_input_nodes:
             if used in self.impure:
                 self.impure[node] = self.impure[used]
@@ -113,6 +115,8 @@ class GraphWriter:
         if name not in self._reads:
             node = self.node("get_attr", name, (), {})
             node.meta[OF] = source
+            # Values of buffers can be asked again before each call. Those of parameters change with every step, so that
+            # a recording would hold once.
             if tensor.requires_grad:
                 self.impure[node] = f"the parameter {name!r}, which learns"
             self._reads[name] = node
@@ -121,6 +125,7 @@ class GraphWriter:
 
     def _constant(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         """The name of a new constant, and itself; ``UntraceableError`` if the tensor is none."""
+        # A tensor that the forward has made in an operation has a node. Without one, an operation hid that it made it.
         if not self.check.is_older(tensor):
             raise UntraceableError(
                 "it reads a tensor that was made where no recording sees it (kept by a module from its "
@@ -147,9 +152,11 @@ class GraphWriter:
         ``value`` is the plain one.
         """
         owner = self.values.node_of(tensor)
+        # Shapes of parameters, buffers and constants are compared by Watch, and plain numbers here.
         if owner is None or owner.op == "get_attr":
             return value
         is_shape = isinstance(value, torch.Size)
+        # Of batch sizes of packed sequences, there are as many as the longest sequence has steps.
         lengths = self._packed.get(self.values.first_of(owner))
         if lengths is not None:
             steps = self._size(tensor.shape[0], "call_function", longest, lengths)
@@ -173,6 +180,7 @@ class GraphWriter:
         if has_number and type(value) in (int, float):
             node = self._size_node("call_function", function, tuple(map(self.encode, operands)), value)
             return Number(value, node, self)
+        # ``rows / 2`` is a float, which tensors take as a plain number: it holds for this size alone.
         if type(value) is not int:
             for operand in operands:
                 if type(operand) in (Size, Number):
@@ -184,6 +192,7 @@ class GraphWriter:
         """Record a question about sizes."""
         operands = self.encode(left), self.encode(right)
         node = self._size_node("call_function", function, operands, answer)
+        # Questions about sizes are asked once for each new set of sizes, those about values at every call.
         if VALUED in node.meta:
             self.guard(node, answer, "a size")
         else:
@@ -216,6 +225,7 @@ class GraphWriter:
             return {key: self.encode(entry, exact=exact) for key, entry in value.items()}
         if kind is slice:
             return slice(self.encode(value.start), self.encode(value.stop), self.encode(value.step))
+        # The function would call it where no call is seen.
         if isinstance(value, nn.Module):
             raise _hidden(f"the module {kind.__name__} to a function, where its parameters are hidden")
         if kind is torch.Size:
@@ -226,6 +236,7 @@ class GraphWriter:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             entries = tuple(self.encode(entry, exact=exact) for entry in value)
             return self.node("call_function", kind, entries, {})
+        # A container that torch's pytree knows is put together again from its leaves.
         leaves, spec = tree_flatten(value)
         if len(leaves) == 1 and leaves[0] is value:
             raise _hidden(f"{kind.__name__} to an operation, which may hold tensors or be another one next time")
@@ -276,6 +287,7 @@ class GraphWriter:
         named, *_ = self._named.get(id(tensor), (None,))
         is_named = named is tensor
         is_argument = any(tensor is argument for argument in read)
+        # One object is the value of one node. A module that hands its input through would take the input's.
         if fresh_objects and (is_named or is_argument):
             tensor = tensor.view_as(tensor)
         elif is_named:
@@ -287,6 +299,7 @@ class GraphWriter:
     def note_change(self, tensor: torch.Tensor, by: fx.Node) -> None:
         """Note a change in place; ``UntraceableError`` if the next call would find the tensor changed."""
         node = self.node_of(tensor)
+        # A constant is made once, by the recording. The next call would find it changed.
         if is_constant(node):
             raise UntraceableError(CHANGES)
         self.values.mark_changed(tensor, by)
@@ -322,6 +335,7 @@ class GraphWriter:
 
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
+    # From the end, so that what was read by erased nodes alone goes as well.
     needed = ancestors(nodes, sizes=False)
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
@@ -355,6 +369,7 @@ def _running_frame() -> FrameType:
 
 def _is_plain(value: Any) -> bool:
     """True if an argument is the same whenever the code runs, and holds no tensor."""
+    # A function with variables of an enclosing one may hold tensors in them.
     if isinstance(value, FunctionType):
         return not value.__closure__
     return isinstance(value, (*CONSTANTS, np.generic, np.ndarray))

@@ -121,7 +121,7 @@ class Inversion:
         self.way = way
         self.output = Output(way.name)
         self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        self._strides = [tensor.stride() for tensor in inputs]
+        self._strides = list(map(torch.Tensor.stride, inputs))
         self.inputs = len(inputs)
         self._parameters = parameters
         # Weakly: nobody who could ask for it is left when it goes.

@@ -32,7 +32,7 @@ def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Ten
     """The gradients for some leaves, None without any; ExecutionError if another tensor would go without its own."""
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
     if not (roots and leaves):
-        return [None for _ in inputs]
+        return [None] * len(inputs)
     edges, gradients = zip(*roots, strict=True)
     _require_no_others(leaves, [edge.node for edge in edges], name=name)
     received = iter(torch.autograd.grad(edges, leaves, gradients, allow_unused=True))

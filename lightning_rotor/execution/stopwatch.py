@@ -107,8 +107,10 @@ class Stopwatch:
 
     def _typical(self, calls: Sequence[Sequence[_Lap]]) -> float | None:
         """The typical sum of the laps of a call; None without any call."""
-        seconds = [sum(self._clock.seconds_between(*lap) for lap in laps) for laps in calls]
-        return typical(seconds) if seconds else None
+        return typical(list(map(self._sum, calls))) if calls else None
+
+    def _sum(self, laps: Sequence[_Lap]) -> float:
+        return sum(self._clock.seconds_between(*lap) for lap in laps)
 
 
 def _nodes_of(value: Any) -> list[Node]:

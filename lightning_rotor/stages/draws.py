@@ -26,7 +26,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     defaults = {argument.name: argument.default_value for argument in private.schema_of(func).arguments}
     positional = dict(zip(defaults, args, strict=False))
-    arguments = {**defaults, **positional, **kwargs}
+    arguments = defaults | positional | kwargs
     return bool(arguments.get("dropout_p", True))
 
 

@@ -197,8 +197,8 @@ class Snapshot:
 
     def _look(self, also: Iterable[object]) -> None:
         """Follow everything from the roots."""
-        # A loop in the place of recursion, as chains of objects may be longer than Python's stack. The library does this
-        # before every run that must leave no trace, so looking at a value is one call, chosen by its type.
+        # A loop in the place of recursion, as chains of objects may be longer than Python's stack. This is done before
+        # every run that must leave no trace, so looking at a value is one call, chosen by its type.
         modules = [root for root in self._roots if isinstance(root, nn.Module)]
         self._seen.update((id(module), module) for module in modules)
         for module in modules:
@@ -208,7 +208,7 @@ class Snapshot:
             self._hook_tables(private.hook_tables(None))
         self._pending += (*also, *self._roots)
         left_out = () if self._follows_objects else _LOOKS_AT_OBJECTS
-        # Objects without end may hang together, as a model's configuration with a whole library does.
+        # Bounded, for everything may hang together with everything.
         while self._pending and len(self._seen) < _MOST_VALUES:
             value = self._pending.pop()
             kind = type(value)
@@ -232,7 +232,6 @@ class Snapshot:
                 if parameter is not None:
                     self._pending += private.gradient_hooks(parameter)
         if type(module).__module__.startswith(_OURS):
-            # What this library keeps in its own modules must stay as the measuring run leaves it.
             # A Checkpointable has its module as a plain attribute.
             self._pending += [value for value in attributes.values() if isinstance(value, nn.Module)]
             return
