@@ -83,7 +83,7 @@ def measure(name: str) -> dict[str, Any]:
     import torch
     import torchvision
 
-    from lightning_rotor.capture.cuts import sequentialize
+    from lightning_rotor.capture.sequentialize import sequentialize
     from lightning_rotor.execution.executor import Executor
     from lightning_rotor.planning import minimum_budget, plan
     from lightning_rotor.profiling import profile_chain

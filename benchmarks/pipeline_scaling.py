@@ -26,7 +26,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.frontier_workloads import GPT, UNet, convolutions
-from lightning_rotor.capture.cuts import SequentialCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.problem import Costs, Problem

@@ -15,8 +15,8 @@ From a shell: ``python -m lightning_rotor plan --help``.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_rotor.capture.cuts import sequentialize
 from lightning_rotor.capture.recorder import is_recomputing
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.errors import (

@@ -51,7 +51,7 @@ def rows() -> dict[str, tuple[str, ...]]:
         "callback": ("tests/test_callback.py",),
         "Checkpointable": ("tests/test_checkpointable.py",),
         "inversion": ("tests/test_fused_inversion.py", "tests/test_invertible_training.py"),
-        "compiled blocks": ("tests/test_compiled.py", *_group("torch.compile")),
+        "compiled blocks": ("tests/capture/test_compiled.py", *_group("torch.compile")),
         "pipeline": ("tests/test_pipeline_runner.py", "tests/test_pipeline_strategy.py"),
         "precisions": _group("Precision"),
         "tuners": _group("Tuners"),

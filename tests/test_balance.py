@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import SampleError
 from lightning_rotor.pipeline.partition import partition
 from lightning_rotor.pipeline.partition.solve import check_balance, counted_in_stages

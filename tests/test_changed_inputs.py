@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from lightning_rotor import Checkpointable, is_recomputing
 from lightning_rotor.errors import ExecutionError, RotorWarning
-from lightning_rotor.execution.passes import first_changed
+from lightning_rotor.execution.tensors_read import first_changed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
 from lightning_rotor.private.torch_names import stamps
 from lightning_rotor.schedule import Schedule

@@ -29,7 +29,7 @@ from lightning_rotor import (
     UnitError,
     simulate,
 )
-from lightning_rotor.execution.executor import Stopwatch
+from lightning_rotor.execution.stopwatch import Stopwatch
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planned.prepared import Costs, Prepared

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, sequentialize
-from lightning_rotor.capture.cuts import GraphCut, cut_graph
-from lightning_rotor.execution.executor import recomputed
+from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.profiling.dry_run import require_same
 from tests.grids import grid
 

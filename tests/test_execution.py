@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError, ScheduleError
-from lightning_rotor.execution.executor import Executor, Stopwatch, recomputed
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
+from lightning_rotor.execution.segment import recomputed
+from lightning_rotor.execution.stopwatch import Stopwatch
 from lightning_rotor.profiling import Meter, Profile, profile_chain
 from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Schedule

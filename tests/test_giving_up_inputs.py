@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.passes import repeating
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.profiling import StepMeter
 
 WIDTH, BATCH = 512, 64

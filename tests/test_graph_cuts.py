@@ -28,7 +28,7 @@ from lightning_rotor import (
     simulate,
 )
 from lightning_rotor.capture.compiled import CompiledModules
-from lightning_rotor.capture.cuts import GraphCut, cut_graph
+from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor import Checkpointable, ModelError
-from lightning_rotor.capture.cuts import GraphCut, cut_graph
+from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.profiling.dry_run import require_same

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
-from lightning_rotor.execution.passes import settings
+from lightning_rotor.execution.settings import settings
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import random
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_rotor.private import lightning_names, messages
+from lightning_rotor.private import autocast, lightning_names, messages, python_names
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
 from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
@@ -802,3 +804,91 @@ def test_threads_are_counted_and_global_generators_are_those_of_the_functions() 
     random.seed(3)
     assert python.getstate() == random.getstate()
     assert numpy.get_state()[1].tolist() == np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+def test_addresses_in_a_tuple_are_those_of_its_objects() -> None:
+    objects = (object(), [1], "a", None)
+    assert python_names.addresses_of(objects) == python_names.addresses_of((*objects,))
+    assert python_names.addresses_of(objects) != python_names.addresses_of((objects[0], [1], "a", None))
+    assert python_names.addresses_of(()) == python_names.addresses_of(())
+    assert python_names.addresses_of is python_names._entries_of  # the quick way, on the Python that runs the suite
+    assert python_names._ids_of(objects) == [id(each) for each in objects]
+
+
+class _Question:
+    """A truth value that notes whether the other answer would raise an error."""
+
+    def __init__(self, answer: bool) -> None:
+        self.answer = answer
+        self.raises: bool | None = None
+
+    def __bool__(self) -> bool:
+        self.raises = python_names.raises_otherwise(sys._getframe(1), self.answer)
+        return self.answer
+
+
+def test_an_assert_is_told_from_a_choice() -> None:
+    def asserts(question: _Question) -> None:
+        # Written out, as pytest rewrites ``assert``.
+        if not question:
+            raise AssertionError("no")
+
+    def refuses(question: _Question) -> None:
+        if question:
+            raise ValueError("yes")
+
+    def chooses(question: _Question) -> int:
+        if question:
+            return 1
+        return 2
+
+    def compiled(question: _Question) -> None:
+        namespace: dict[str, Any] = {}
+        exec("def check(question):\n    assert question, 'no'\n    return 1", namespace)
+        namespace["check"](question)
+
+    def keeps(question: _Question) -> bool:
+        return bool(question)
+
+    for code, answer, expected in (
+        *((asserts, True, True), (compiled, True, True), (refuses, False, True)),
+        *((chooses, True, False), (chooses, False, False), (keeps, True, False)),
+    ):
+        question = _Question(answer)
+        code(question)
+        assert question.raises is expected, (code.__name__, answer)
+
+
+def test_an_object_passes_for_its_value_and_is_none() -> None:
+    class Number(python_names.PassesForItsValue):
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+    number: Any = Number(0.5)
+    assert isinstance(number, float)
+    assert not isinstance(number, int)
+    assert type(number) is Number
+    with pytest.raises(TypeError, match="must be real number"):
+        math.sqrt(number)  # C asks for __float__
+
+
+def test_autocast_is_read_and_set_in_one_place() -> None:
+    plain = autocast.autocast_state()
+    assert [is_on for is_on, _ in plain] == [False, False]
+    assert not autocast.autocast_enabled()
+    with torch.autocast("cpu", torch.float16):
+        inside = autocast.autocast_state()
+        assert inside == ((True, torch.float16), plain[1])
+        assert autocast.autocast_enabled()
+        assert autocast.autocast_dtypes([torch.zeros(1), torch.zeros(2)]) == [torch.float16]
+        autocast.set_autocast_state(plain)
+        assert autocast.autocast_state() == plain
+        autocast.set_autocast_state(inside)
+        assert autocast.autocast_state() == inside
+    assert autocast.autocast_dtypes([torch.zeros(1)]) == []
+    autocast.set_autocast_state((plain[0], (True, torch.bfloat16)))
+    try:
+        assert autocast.autocast_enabled()
+        assert autocast.autocast_dtypes([torch.zeros(1)]) == []  # on another kind of device
+    finally:
+        autocast.set_autocast_state(plain)

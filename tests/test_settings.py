@@ -15,8 +15,8 @@ from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_rotor.execution.executor import recomputed
-from lightning_rotor.execution.passes import Settings, settings
+from lightning_rotor.execution.segment import recomputed
+from lightning_rotor.execution.settings import Settings, settings
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
 from lightning_rotor.stages.generators import GeneratorStates, generator_state, rewinding
 

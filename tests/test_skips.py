@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.reference import best_by_budget, judge_all
-from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError, ScheduleError
 from lightning_rotor.execution.executor import Executor

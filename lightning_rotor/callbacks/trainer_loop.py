@@ -14,15 +14,16 @@ from typing_extensions import Self, override
 from lightning_rotor.capture.recorder import require_unrecorded
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import Settings, is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.torch_names import has_step_hooks, outside_of_graphs
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
+from lightning_rotor.stages.holders import PLAIN
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.snapshot import PLAIN
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -7,7 +7,18 @@
                       forward)     guards)       cut)           one of them)   until the module changes)
 
 In: a module and the arguments of a call. Out: a cut, which binds the arguments of each call to the first value of its
-stages. Read ``cuts`` first, then ``recorder`` with ``operations`` and ``writer``; ``guards`` and
-``size_guards`` say for which calls a recording holds; ``boundaries`` and ``graph_stage`` make stages of it;
-``compiled`` is about modules that the user compiled.
+stages. Read in this order:
+
+- ``sequentialize``: which way to a chain is taken. ``graph_cut`` is the way along a graph; ``attempts`` says which
+  modules become one operation.
+- ``recorder``, with ``shown_calls`` and ``dispatch_check``: what it sees. ``operations``, ``module_calls`` and
+  ``python_functions`` say what becomes a node. ``writer`` writes the graph: ``traced_numbers`` are sizes,
+  ``value_memory`` the tensors, ``node_facts`` what a node knows, ``recorded_checks`` nodes that check.
+- ``surroundings``: what the code could read outside of modules, how far (``reach``), by which names
+  (``names_in_code``).
+- ``guards``: whether a recording holds for a call. ``call``, ``ambient``, ``watch``, ``notes`` and ``size_guards`` are
+  its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call.
+- ``boundaries``, with ``stage_names`` and ``graph_stage`` (whose source is ``source``), makes stages of a recording;
+  ``differences`` compares two.
+- ``compiled`` is about modules that the user compiled.
 """

@@ -12,86 +12,31 @@ What else is alive at a cut (the shortcut x, a mask) is carried along, see :clas
 Parameters and buffers are none of it, for every stage reads them where they are.
 """
 
+from __future__ import annotations
+
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_rotor.capture.graph_stage import (
-    IN_PLACE,
-    OF,
-    SIZE,
-    VALUED,
-    GraphSlice,
-    name_of,
-    require_as_recorded,
-    require_check,
-)
-from lightning_rotor.capture.operations import is_invertible_as_a_whole, words
-from lightning_rotor.capture.recorder import Recording
-from lightning_rotor.capture.writer import OpMemory
+from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.module_calls import is_invertible_as_a_whole
+from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, VALUED
+from lightning_rotor.capture.recorded_checks import require_as_recorded
+from lightning_rotor.capture.recording import Recording
+from lightning_rotor.capture.stage_names import SPLITS, StageNames
+from lightning_rotor.capture.value_memory import OpMemory
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.values import attribute_of, tree_unflatten
-from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed
+from lightning_rotor.private.values import attribute_of
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.wiring import Wire, Wiring, packed
 
-# -------------------------------------------------------------------- Names of stages in the user's terms.
-
-
-_SPLITS = ("chunk", "split", "unbind", "tensor_split", "split_with_sizes")
-"""Several views of one storage, of which a stage cannot be measured alone: a copy of each is another storage."""
-_PIECES = (*_SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
-_VIEWS = words(
-    "contiguous expand flatten getitem narrow permute reshape select squeeze swapaxes t transpose unflatten unsqueeze",
-    "view",
-).union(_SPLITS)
-"""What a stage is not named after: it shows its input in another way; a few of these copy if they must."""
-
-
-class Names:
-    """Names of stages in the user's terms."""
-
-    def __init__(self, body: Sequence[fx.Node]) -> None:
-        # How many operations run inside of each module.
-        self._inside = Counter(path for node in body for path in _paths_around(node))
-        self._taken: Counter[str] = Counter()
-
-    def of(self, nodes: Sequence[fx.Node]) -> str:
-        """Name of the module that all of it is, or of the first and the last."""
-        name = self._describe(nodes)
-        self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
-
-    def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        audible = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
-        working = [node for node in audible if node.op == "call_module" or name_of(node) not in _VIEWS]
-        working = working or audible or list(nodes)
-        paths = [str(node.meta["module"]).split(".") for node in working]
-        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-        prefix = ".".join(parts[0] for parts in common)
-        if prefix and self._inside[prefix] == sum(prefix in _paths_around(node) for node in nodes):
-            return prefix
-        first, last = self._label(working[0]), self._label(working[-1])
-        return first if first == last else f"{first} … {last}"
-
-    @staticmethod
-    def _label(node: fx.Node) -> str:
-        path = str(node.meta["module"])
-        if node.op == "call_module":
-            return path
-        return f"{path}.{name_of(node)}" if path else name_of(node)
-
-
-_OURS = (require_as_recorded, require_check, tree_unflatten)  # no code of the user's
-
-
-def _paths_around(node: fx.Node) -> list[str]:
-    """The module that an operation runs in, and those around it."""
-    return list(accumulate(str(node.meta["module"]).split("."), "{}.{}".format))
-
-
+_PIECES = (*SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
+"""Operations with several views of one storage, of which a stage cannot be measured alone: a copy of each is another
+storage."""
 MOST_STAGES = 256
 """The time of planning grows with the cube of the stages, and the least of several hundred matter little."""
 _NOTHING = 4096
@@ -100,40 +45,65 @@ _NOTHING = 4096
 
 def stages_of(recording: Recording) -> list[Stage]:
     """Cut a recording into stages; ``ModelError`` if it is empty."""
-    inputs = [node for node in recording.graph.nodes if node.op == "placeholder"]
-    body = [node for node in recording.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    (result,) = [node for node in recording.graph.nodes if node.op == "output"]
+    inputs: list[fx.Node] = []
+    body: list[fx.Node] = []
+    for node in recording.graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(node)
+        elif node.op == "output":
+            result = node
+        elif node.op != "get_attr":
+            # Parameters, buffers and constants belong to no stage: each stage reads them where they are.
+            body.append(node)
     if not body:
         raise ModelError(
             f"the forward of {type(recording.root).__name__} computes nothing: expected at least one operation"
         )
-    lives = _Lives(inputs, body, result)
-    cuts = lives.behind_results(lives.cuts(recording.memory))
-    names = Names(body)
+    lifetimes = _Lifetimes(inputs, body, result)
+    cuts = lifetimes.behind_results(lifetimes.cuts(recording.memory))
+    names = StageNames(body)
     values = (*inputs, *body)
     number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
-    for start, end in zip((0, *cuts), (*cuts, len(body)), strict=True):
-        nodes, is_last = body[start:end], end == len(body)
-        inside = set(nodes)
-        read = [node for step in nodes for node in step.all_input_nodes] + (result.all_input_nodes if is_last else [])
-        reads = sorted({number[node] for node in read if node in number and node not in inside})
-        outputs = [node for node in nodes if lives.last_use[node] >= end]
-        given = result.args[0] if is_last else packed(outputs)
-        piece = GraphSlice([values[index] for index in reads], nodes, given)
-        writes = (len(values),) if is_last else tuple(number[node] for node in outputs)
-        stages.append(Stage(names.of(nodes), (piece,), Wiring.of([Wire(tuple(reads), writes)], writes)))
+    for start, end in pairwise((0, *cuts, len(body))):
+        inside, is_last = body[start:end], end == len(body)
+        read: set[fx.Node] = set()
+        for node in inside:
+            read.update(node.all_input_nodes)
+        if is_last:
+            # The output may show inputs and values of earlier stages as they are.
+            read.update(result.all_input_nodes)
+        # Parameters have no number.
+        read = (read - set(inside)) & number.keys()
+        reads = tuple(sorted(map(number.__getitem__, read)))
+        returned: Any
+        writes: tuple[int, ...]
+        if is_last:
+            # The nesting that the module returns is one value, behind all others.
+            returned, writes = result.args[0], (len(values),)
+        else:
+            outputs = [node for node in inside if lifetimes.last_use[node] >= end]
+            returned, writes = packed(outputs), tuple(map(number.__getitem__, outputs))
+        piece = GraphSlice([values[index] for index in reads], inside, returned)
+        stages.append(Stage(names.of(inside), (piece,), Wiring.of([Wire(reads, writes)], writes)))
     return stages
 
 
-class _Lives:
-    """What is alive after each operation."""
+class _Lifetimes:
+    """The values that are alive after each operation of a graph.
+
+    Attributes:
+        last_use: For each value, the number of the last operation that reads it; -1 if none does.
+    """
 
     def __init__(self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
         self._body = body
-        position = {node: index for index, node in enumerate(body)} | {result: len(body)}
-        self.last_use = {node: max((position[user] for user in node.users), default=-1) for node in (*inputs, *body)}
-        # By the number of operations that have run: what is read later, without the chain's inputs.
+        position = {node: index for index, node in enumerate(body)}
+        position[result] = len(body)
+        self.last_use: dict[fx.Node, int] = {}
+        for node in (*inputs, *body):
+            self.last_use[node] = max((position[user] for user in node.users), default=-1)
+        # By the number of operations that have run: the values read later, without the chain's inputs.
         self._alive: list[list[fx.Node]] = []
         alive: dict[fx.Node, None] = {}
         for index, node in enumerate(body):
@@ -147,34 +117,62 @@ class _Lives:
 
     def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
         """Numbers of operations before each cut: one between any two that save something, where the least is alive."""
-        saving = [index for index, node in enumerate(self._body) if memory[node].saved_bytes]
-        held = [self._held_bytes(place, memory) for place in range(len(self._body))]
-        first_alone: dict[fx.Node, int] = {}  # for each value that is alive by itself somewhere
+        # Each module with an inverse is a stage by itself: only so can a plan give up its input alone.
+        alone = self._invertible()
+        cuts = self._at_bottlenecks() | self._between_saving(memory) | self._around(alone)
+        weights = [memory[node].made_bytes + memory[node].saved_bytes for node in self._body]
+        return thinned(sorted(cuts), weights, alone)
+
+    def _at_bottlenecks(self) -> set[int]:
+        """For each value that is alive by itself somewhere, the first such place."""
+        # There the chain carries one value, as between the layers of an nn.Sequential.
+        first_alone: dict[fx.Node, int] = {}
         for place in range(1, len(self._body)):
             values = self._values(place)
             if len(values) == 1 and self._is_possible(place):
                 first_alone.setdefault(values[0], place)
-        cuts = set(first_alone.values())
+        return set(first_alone.values())
+
+    def _between_saving(self, memory: Mapping[fx.Node, OpMemory]) -> set[int]:
+        """Between any two neighbours of the operations that save something, the place where the least is alive."""
+        places = range(len(self._body))
+        saving = [place for place in places if memory[self._body[place]].saved_bytes]
+        held_bytes = [self._held_bytes(place, memory) for place in places]
+
+        def burden(place: int) -> tuple[int, int, int]:
+            # Where the bytes are the same, copies in another layout belong to what is before them as well.
+            return held_bytes[place], len(self._alive[place]), -place
+
+        def tells(place: int) -> bool:
+            return self._is_possible(place) and not self._misleads(place, saved, memory)
+
+        cuts = set()
         saved: set[fx.Node] = set()
         for index, following in pairwise(saving):
             saved |= memory[self._body[index]].saved
-            places = [
-                place
-                for place in range(index + 1, following + 1)
-                if self._is_possible(place) and not self._misleads(place, saved, memory)
-            ]
-            if places:
-                # Where that is the same, copies in another layout belong to what is before them as well.
-                cuts.add(min(places, key=lambda place: (held[place], len(self._alive[place]), -place)))
-        alone = {
-            index
-            for index, node in enumerate(self._body)
-            if node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF])
-        }
-        ends = {index: index + 1 + self._is_check(index + 1) for index in alone}
-        around = (place for ends_of in ends.items() for place in ends_of if 0 < place < len(self._body))
-        cuts.update(filter(self._is_possible, around))
-        return thinned(sorted(cuts), [memory[node].made_bytes + memory[node].saved_bytes for node in self._body], alone)
+            candidates = list(filter(tells, range(index + 1, following + 1)))
+            if candidates:
+                cuts.add(min(candidates, key=burden))
+        return cuts
+
+    def _invertible(self) -> set[int]:
+        """Numbers of the operations that are a module with an inverse."""
+        operations = set()
+        for index, node in enumerate(self._body):
+            if node.op == "call_module" and is_invertible_as_a_whole(node.meta[OF]):
+                operations.add(index)
+        return operations
+
+    def _around(self, operations: Set[int]) -> set[int]:
+        """The places before and behind some operations, as far as there can be a cut."""
+        places: set[int] = set()
+        for index in operations:
+            # The check of what it returned belongs to it.
+            end = index + 2 if self._is_check(index + 1) else index + 1
+            places.update((index, end))
+        # A cut needs operations on both sides.
+        inner = places.intersection(range(1, len(self._body)))
+        return set(filter(self._is_possible, inner))
 
     def _is_check(self, place: int) -> bool:
         """True if an operation checks what the one before it, code that runs as it is, has returned."""
@@ -199,13 +197,17 @@ class _Lives:
         a tensor like others. Code that carries a part past other modules means it.
         """
         around = {str(self._body[index].meta["module"]) for index in (place - 1, place)}
-        return any(
-            memory[node].pieces & saved
-            or ((memory[node].pieces or memory[node].of_parameters) and around == {str(node.meta["module"])})
-            for node in self._values(place)
-        )
+        for node in self._values(place):
+            kept = memory[node]
+            if kept.pieces & saved:
+                return True
+            is_part = bool(kept.pieces or kept.of_parameters)
+            if is_part and around == {str(node.meta["module"])}:
+                return True
+        return False
 
     def _held_bytes(self, place: int, memory: Mapping[fx.Node, OpMemory]) -> int:
+        """Bytes of the storages that are alive at a place."""
         storages: dict[fx.Node, int] = {}
         for node in self._values(place):
             storages.update(memory[node].storages)
@@ -213,25 +215,29 @@ class _Lives:
 
     def _values(self, place: int) -> list[fx.Node]:
         """Values whose storage counts."""
+        # Sizes and numbers are the host's.
         return [node for node in self._alive[place] if SIZE not in node.meta and VALUED not in node.meta]
 
     def _is_possible(self, place: int) -> bool:
-        return (
-            bool(self._values(place))
-            and not self._is_check(place)
-            and not any(node.target in _PIECES for node in self._alive[place])
-            and not self._in_place(self._body[place])
-        )
+        """True if there can be a cut at a place."""
+        # A stage has to take and give at least one tensor. And a check must not be apart from what it checks.
+        if not self._values(place) or self._is_check(place):
+            return False
+        if any(node.target in _PIECES for node in self._alive[place]):
+            return False
+        # The profiler would merge a stage that starts so with the one before.
+        return not _in_place(self._body[place])
 
-    def _in_place(self, node: fx.Node) -> bool:
-        # Such a stage cannot start behind a cut: the profiler would merge the two.
-        target = node.meta[OF] if node.op == "call_module" else node.target
-        return (
-            attribute_of(target, "inplace") is True
-            or node.kwargs.get("inplace") is True
-            or target in (*IN_PLACE, operator.setitem)
-            or (node.op == "call_method" and str(target).endswith("_") and not str(target).endswith("__"))
-        )
+
+def _in_place(node: fx.Node) -> bool:
+    """True if an operation changes one of its arguments."""
+    target = node.meta[OF] if node.op == "call_module" else node.target
+    if attribute_of(target, "inplace") is True or node.kwargs.get("inplace") is True:
+        return True
+    if target in (*IN_PLACE, operator.setitem):
+        return True
+    name = str(target)
+    return node.op == "call_method" and name.endswith("_") and not name.endswith("__")
 
 
 def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
@@ -239,6 +245,7 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """
+    # Sums of the weights before each operation, so that the weight of a stage is one subtraction.
     sums, ends = [0, *accumulate(weights)], [0, *cuts, len(weights)]
 
     def weight(stage: int) -> int:
@@ -249,10 +256,14 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
 
     while len(ends) > 2:
         too_many = len(ends) > MOST_STAGES + 1
+        # Asked anew for each cut that goes, as two light stages make a heavier one.
         may_join = [too_many or alone.isdisjoint(range(*stage)) for stage in pairwise(ends)]
-        between = [cut for cut in range(1, len(ends) - 1) if may_join[cut - 1] and may_join[cut]]
-        cut = min(between, key=lighter_first, default=0)
-        if not cut or (not too_many and lighter_first(cut)[0][0] >= sums[-1] / _NOTHING):
+        removable = [cut for cut in range(1, len(ends) - 1) if may_join[cut - 1] and may_join[cut]]
+        if not removable:
+            break
+        cut = min(removable, key=lighter_first)
+        least_weight, _ = lighter_first(cut)[0]
+        if not too_many and least_weight >= sums[-1] / _NOTHING:
             break
         del ends[cut]
     return ends[1:-1]

@@ -26,7 +26,7 @@ from torch import fx, nn
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.stages.generators import DrawsSeen
+from lightning_rotor.stages.draws import DrawsSeen
 from lightning_rotor.stages.sequential import Stage
 
 Variants: TypeAlias = Literal["exact", "close", "off"]
@@ -64,7 +64,8 @@ class CompiledModules:
     def __init__(self, variants: Variants = "exact") -> None:
         self.choice = check_variants(variants)
         self._settings: list[private.CompilerSettings] = []
-        self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # with their backends
+        # Each with the backend that it is compiled by.
+        self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
     def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
@@ -73,13 +74,16 @@ class CompiledModules:
         then: its pieces would count among the user's compiled code, of which torch allows a few. Raises
         ``CannotRepeatError`` if a compiled module cannot be compiled in the same way again.
         """
-        modules = [each for each in stage.calls() if private.is_compiled(each)] if self.choice != "off" else []
-        return {
-            f"budget {budget:g}": _calling(
-                stage, {module: self._under(budget, module, one_graph=one_graph) for module in modules}
-            )
-            for budget in (BUDGETS if modules else ())
-        }
+        if self.choice == "off":
+            return {}
+        modules = list(filter(private.is_compiled, stage.calls()))
+        if not modules:
+            return {}
+        variants = {}
+        for budget in BUDGETS:
+            replacements = {module: self._under(budget, module, one_graph=one_graph) for module in modules}
+            variants[f"budget {budget:g}"] = _calling(stage, replacements)
+        return variants
 
     def with_variants(self, stage: Stage, names: Sequence[str]) -> Stage:
         """The stage with these variants, to train with: the compiler gives up where it would for the user."""
@@ -92,9 +96,9 @@ class CompiledModules:
             number = self._number(_settings_of(module))
         except CannotRepeatError:
             return None, frozenset()
-        return number, private.COMPILER_ATTRIBUTES if private.is_compiler_wrapper(module) else frozenset(
-            (private.COMPILED_CALL,)
-        )
+        if private.is_compiler_wrapper(module):
+            return number, private.COMPILER_ATTRIBUTES
+        return number, frozenset((private.COMPILED_CALL,))
 
     def _number(self, settings: private.CompilerSettings) -> int:
         """A number for a backend, equal for equal ones. Backends can be compared, but not hashed."""
@@ -130,31 +134,28 @@ def _compile_under(
         return backend(graph, inputs, **options)
 
 
-# -------------------------------------------------------------------- random numbers
-
-
 def _may_draw(graph: fx.GraphModule) -> bool:
     """True if a graph draws random numbers, as far as a run without values can tell."""
-    values = [node.meta.get("example_value") for node in graph.graph.nodes if node.op == "placeholder"]
-    fake = next((value.fake_mode for value in values if isinstance(value, private.FakeTensor)), None)
-    if fake is None:
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("example_value") for node in placeholders]
+    fakes = [value for value in values if isinstance(value, private.FakeTensor)]
+    if not fakes:
         return True
+    fake = fakes[0].fake_mode
     draws = DrawsSeen()
     # Symbols for values that are read out of tensors are those of this run alone.
     symbols = fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else nullcontext()
     try:
         with torch.no_grad(), symbols, fake, draws:
-            graph(*(value.detach() if isinstance(value, torch.Tensor) else value for value in values))
-    except Exception:  # operations of higher order may refuse a mode that they do not know
+            graph(*[value.detach() if isinstance(value, torch.Tensor) else value for value in values])
+    except Exception:
+        # Operations of higher order may refuse a mode that they do not know.
         return True
     return bool(draws.kinds)
 
 
-# -------------------------------------------------------------------- what the user asked for
-
-
 def _settings_of(module: nn.Module) -> private.CompilerSettings:
-    """How a module was compiled."""
+    """Options that a module was compiled with; ``CannotRepeatError`` if it cannot be compiled so again."""
     settings = private.compiler_settings(module)
     if settings is None:
         raise CannotRepeatError("this version of torch does not tell how it was compiled")
@@ -167,15 +168,14 @@ def _settings_of(module: nn.Module) -> private.CompilerSettings:
     return settings
 
 
-# -------------------------------------------------------------------- stages that call something else
-
-
 def _calling(stage: Stage, replacements: dict[nn.Module, Callable[..., Any]]) -> Callable[[Any], Any]:
     """The stage with other callables in the place of some modules."""
-    modules = [
-        module.calling(replacements) if isinstance(module, GraphSlice) else replacements.get(module, module)
-        for module in stage.modules
-    ]
-    if len(modules) == 1:
-        return modules[0]
-    return partial(stage.wiring.run, functions=modules)
+    functions: list[Callable[[Any], Any]] = []
+    for module in stage.modules:
+        if isinstance(module, GraphSlice):
+            functions.append(module.calling(replacements))
+        else:
+            functions.append(replacements.get(module, module))
+    if len(functions) == 1:
+        return functions[0]
+    return partial(stage.wiring.run, functions=functions)

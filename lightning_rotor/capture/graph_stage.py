@@ -1,177 +1,43 @@
-"""A stage made of a piece of a graph: a few operations on the user's own modules and parameters."""
+"""A stage made of a piece of a graph: a few operations on the user's own modules and parameters.
+
+It is written as Python source and executed once, so that a step costs the host no more than the user's own code does::
+
+    def run(value):
+        v0, v1 = value
+        del value
+        v2 = c0(v0)                          c0: a module of the user's
+        del v0
+        with c1():                           c1: a region, ``torch.no_grad`` or ``torch.autocast``
+            v3 = getattr(v2, c2)(v1, 4)      c2: "view"
+            del v1, v2
+        return v3
+
+Why not ``torch.fx``'s own ``CodeGen``: it has no blocks (``with``), and names variables after the user's functions and
+modules by their paths, so that each of many equal blocks is compiled by itself, as a class of its own. It calls modules
+as attributes of a copy of the tree, where we read the user's modules as they are at that moment. A subclass would have
+to replace all of that; what would be left of it is the loop below.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Size, fx, nn
+from torch import fx, nn
 
-from lightning_rotor.capture.operations import CONSTANTS
-from lightning_rotor.errors import ExecutionError
-from lightning_rotor.private.values import flatten, is_fake
-
-OF = "of"
-"""Where a node keeps the module that it calls; the module whose tensor it reads, and the tensor's name there; or a
-constant, a tensor that the forward made out of nothing."""
-LINE = "line"
-"""Where a node keeps the file and the line of the user's code that did it."""
-UNSURE = "unsure"
-"""Where the node of a function says that it may draw random numbers, or give other bits when it runs again."""
-SIZE = "size"
-"""Where the node of a size keeps what it was in the recording."""
-VALUED = "valued"
-"""Where a number says that it depends on values: the longest row of packed sequences, and what is computed from it."""
-REGION = "region"
-"""Where a node says under which other settings than the call's it runs."""
-IN_PLACE = (
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow),
-    *(operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
-)
-"""Python's operators that change a tensor."""
-
-
-def longest(lengths: torch.Tensor) -> int:
-    """Length of the longest of some rows: how many time steps they have once they are packed."""
-    return int(lengths.max())
-
-
-def total(lengths: torch.Tensor) -> int:
-    """Entries of some rows once they are packed."""
-    return int(lengths.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Settings of operations inside of ``torch.no_grad`` or ``torch.autocast``; of autocast those that it changes."""
-
-    gradients: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """Context of the operations. A first pass without gradients stays without."""
-        with torch.set_grad_enabled(self.gradients and torch.is_grad_enabled()), ExitStack() as stack:
-            for device, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            yield
-
-
-def name_of(node: fx.Node) -> str:
-    """The name of what an operation calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-
-
-def is_constant(node: fx.Node) -> bool:
-    """True if a node is a tensor that the forward made out of nothing."""
-    return node.op == "get_attr" and isinstance(node.meta[OF], torch.Tensor)
-
-
-def spell_value(value: Any) -> Any:
-    """A value that compares equal for values that Python code cannot tell apart; NaN equals itself."""
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, tuple(map(spell_value, value))
-    base: Any = next((each for each in (int, float, complex, str, bytes) if issubclass(type(value), each)), type(value))
-    return type(value).__name__, base.__repr__(value)
-
-
-def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
-    """Raise ``ExecutionError`` if code that runs as it is returns another shape, type or number than recorded."""
-    received = appearance_of(output, sizes=sizes)
-    if received != appearance:
-        raise ExecutionError(
-            f"a submodule returned {received[1]} where its recording has {appearance[1]}: expected shapes and plain "
-            "values that depend on the shapes of the inputs alone. Plan the submodules instead, by name"
-        )
-
-
-def require_check(condition: torch.Tensor, answer: bool, place: str) -> None:
-    """Raise ``ExecutionError`` if the forward itself would raise an error, as an ``assert`` does. Fake tensors pass."""
-    if not is_fake(condition) and bool(condition) is not answer:
-        raise ExecutionError(
-            f"the check at {place} has failed: expected values that pass it. Call the module without a plan to see its "
-            "own error; where the code around it goes on after that error, switch the check off or plan submodules"
-        )
-
-
-def appearance_of(output: Any, *, sizes: bool) -> Any:
-    """Shapes, or dimensions alone, types and plain values in what a module returned."""
-    leaves, spec = flatten(output)
-    return str(spec), tuple(
-        ("tensor", tuple(leaf.shape) if sizes else leaf.dim(), str(leaf.dtype), str(leaf.device))
-        if isinstance(leaf, torch.Tensor)
-        else spell_value(leaf)
-        if isinstance(leaf, CONSTANTS)
-        else type(leaf).__name__
-        for leaf in leaves
-    )
-
-
-# ----------------------------------------------------------------------------------------------------
-# Python functions for runs of operations, so that a step costs the host no more than the user's own code does.
-
-
-class Source:
-    """Spells operations as Python, and binds what cannot be spelled to names."""
-
-    def __init__(self) -> None:
-        self.bound: dict[str, Any] = {}
-        self._names: dict[fx.Node, str] = {}
-
-    def name(self, node: fx.Node) -> str:
-        """The variable that holds a node's value."""
-        return self._names.setdefault(node, f"v{len(self._names)}")
-
-    def call(self, node: fx.Node, called: str) -> str:
-        """The call of an operation by the name of its function; of a tensor's method by its own."""
-        args = node.args
-        if node.op == "call_method":
-            called, args = f"getattr({self.spell(args[0])}, {node.target!r})", args[1:]
-        words = [*map(self.spell, args)]
-        if node.kwargs:
-            words.append(f"**{self.spell(node.kwargs)}")
-        return f"{called}({', '.join(words)})"
-
-    def spell(self, value: Any) -> str:
-        """An argument: containers are made anew at each call, as they would be by the user's code."""
-        if isinstance(value, fx.Node):
-            return self._names[value]
-        if isinstance(value, tuple) and not isinstance(value, Size):
-            return f"({''.join(f'{self.spell(entry)}, ' for entry in value)})"
-        if isinstance(value, list):
-            return f"[{', '.join(map(self.spell, value))}]"
-        if isinstance(value, dict):
-            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(entry)}' for key, entry in value.items())}}}"
-        if isinstance(value, slice):
-            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
-        return repr(value) if type(value) in (bool, int, str, type(None)) else self.bind(value)
-
-    def bind(self, value: Any) -> str:
-        """A name for a value."""
-        name = f"c{len(self.bound)}"
-        self.bound[name] = value
-        return name
-
-
-@lru_cache(maxsize=4096)  # recordings for other lengths have other numbers in them
-def _code(source: str) -> CodeType:
-    return compile(source, "<stage of lightning_rotor>", "exec")
+from lightning_rotor.capture.node_facts import OF, REGION, SIZE, UNSURE, Region, is_constant
+from lightning_rotor.capture.recorded_checks import require_as_recorded
+from lightning_rotor.capture.source import Source, code_of_source, look_of
 
 
 class GraphSlice(nn.Module):
     """Runs consecutive operations of a graph; a single input or output is itself, several are a tuple.
 
     It reads the user's modules and parameters where they are at that moment, so it sees a replaced parameter. A value
-    is let go after the last operation that reads it, as in the user's code. What it calls and reads is bound by name,
-    so equal operations on other modules share their code.
+    is let go after the last operation that reads it, as in the user's code. Modules, functions and constants are bound
+    by name, so equal operations on other modules share their code.
 
     Attributes:
         known_functions: All functions that it calls are torch's, draw nothing and give the same bits each time.
@@ -184,61 +50,87 @@ class GraphSlice(nn.Module):
         self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
         self._calls: dict[str, nn.Module] = {}
-        self._function: Callable[[Any], Any] | None = None  # made at the first call
+        # Compiled at the first call.
+        self._function: Callable[[Any], Any] | None = None
         source = Source()
-        lines, region, indent = ["del value"], None, ""
+        lines = self._lines(source, inputs, nodes, outputs)
+        self._source = "\n    ".join(["def run(value):", *lines])
+        self._bound = source.bound
+        self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
+        self.known_functions = not any(UNSURE in node.meta for node in nodes)
+        self._is_call = self._is_one_call(inputs, nodes, outputs)
+
+    def _lines(self, source: Source, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> list[str]:
+        """The lines of the function's body."""
+        lines = ["del value"]
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")
-        last = {used: node for node in nodes for used in (node, *node.all_input_nodes)}
-        kept: dict[fx.Node, None] = {}
-        fx.node.map_arg(outputs, kept.setdefault)
-        for node in _with_reads(nodes, kept):
-            if is_constant(node):
-                self._constants.append(node.meta[OF])
-                called = source.bind(node.meta[OF])
-            elif node.op == "get_attr":
-                self.reads.append(node.meta[OF])
-                owner, name = node.meta[OF]
-                called = f"getattr({source.bind(owner)}, {name!r})"
-            else:
-                called = source.call(node, self._target(node, source))
+        # A dict in the place of a set that keeps its order.
+        returned: dict[fx.Node, None] = {}
+        fx.node.map_arg(outputs, returned.setdefault)
+        last_use: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            last_use.update(dict.fromkeys((node, *node.all_input_nodes), node))
+        region: Region | None = None
+        indent = ""
+        for node in _with_reads(nodes, returned):
+            expression = self._expression(source, node)
             if node.op != "get_attr" and SIZE not in node.meta and node.meta.get(REGION) != region:
+                # Sizes and parameters are the same under all settings, so they begin and end no block.
                 region = node.meta.get(REGION)
                 indent = "    " if region else ""
-                lines += [f"with {source.bind(region)}():"] if region else []
-            lines.append(f"{indent}{source.name(node)} = {called}")
-            dying = [used for used in (*node.all_input_nodes, node) if last.get(used) is node and used not in kept]
+                if region:
+                    lines.append(f"with {source.bind(region)}():")
+            lines.append(f"{indent}{source.name(node)} = {expression}")
+            # The result of the last operation that uses it may be nobody's: it is let go at once.
+            used_here = (*node.all_input_nodes, node)
+            dying = [used for used in used_here if last_use.get(used) is node and used not in returned]
             if dying:
                 lines.append(f"{indent}del {', '.join(map(source.name, dying))}")
         lines.append(f"return {source.spell(outputs)}")
-        self._source, self._bound = "\n    ".join(["def run(value):", *lines]), source.bound
-        self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
-        self.known_functions = not any(UNSURE in node.meta for node in nodes)
-        working = [node for node in nodes if node.target is not require_as_recorded]
-        self._is_call = len(working) == len(self._calls) == len(inputs) == 1 and (
-            (working[0].args, working[0].kwargs, outputs) == ((inputs[0],), {}, working[0])
-            and REGION not in working[0].meta
-        )
+        return lines
 
-    def _target(self, node: fx.Node, source: Source) -> str:
-        """The name of what an operation calls."""
+    def _expression(self, source: Source, node: fx.Node) -> str:
+        """The expression that gives a node's value."""
+        if is_constant(node):
+            self._constants.append(node.meta[OF])
+            return source.bind(node.meta[OF])
+        if node.op == "get_attr":
+            self.reads.append(node.meta[OF])
+            owner, name = node.meta[OF]
+            return f"getattr({source.bind(owner)}, {source.bind(name)})"
+        return source.call(node, self._called(source, node))
+
+    def _called(self, source: Source, node: fx.Node) -> str:
+        """The name of the module or function that an operation calls; empty for a method."""
         if node.op == "call_method":
             return ""
         if node.op != "call_module":
             return source.bind(node.target)
         module = node.meta[OF]
         if module not in self._calls.values():
+            # A child in name alone, for those who walk modules: it is called by what is bound.
             self._modules[str(len(self._modules))] = module
         name = source.bind(module)
         self._calls[name] = module
         return name
 
+    def _is_one_call(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> bool:
+        """True if all that it does is to call a module on its input."""
+        working = [node for node in nodes if node.target is not require_as_recorded]
+        if not len(working) == len(self._calls) == len(inputs) == 1:
+            return False
+        (node,) = working
+        takes_input = (node.args, node.kwargs) == ((inputs[0],), {})
+        return takes_input and outputs == node and REGION not in node.meta
+
     # Not nn.Module's: hooks for all modules are the business of the user's modules.
     def __call__(self, value: Any) -> Any:
         """Run the operations."""
         if self._function is None:
+            # The code is shared by equal slices, the namespace is this one's.
             namespace = dict(self._bound)
-            exec(_code(self._source), namespace)
+            exec(code_of_source(self._source), namespace)
             self._function = namespace["run"]
         return self._function(value)
 
@@ -248,13 +140,13 @@ class GraphSlice(nn.Module):
         return self.called_modules[0] if self._is_call else None
 
     def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
-        """The same operations, with other callables in the place of some modules."""
+        """A slice with the same operations, and other callables in the place of some modules."""
         other = copy(self)
         other._function = None
-        other._bound = self._bound | {name: replacements.get(each, each) for name, each in self._calls.items()}
+        other._bound = dict(self._bound)
+        for name, module in self._calls.items():
+            other._bound[name] = replacements.get(module, module)
         return other
-
-    # ---------------------------------------------------------------- what belongs to it
 
     @property
     def called_modules(self) -> tuple[nn.Module, ...]:
@@ -265,7 +157,9 @@ class GraphSlice(nn.Module):
         """Parameters of the modules that it calls, and those that it reads by itself."""
         for module in self.called_modules:
             yield from module.parameters()
-        yield from (tensor for tensor in self._direct_tensors() if isinstance(tensor, nn.Parameter))
+        for tensor in self._direct_tensors():
+            if isinstance(tensor, nn.Parameter):
+                yield tensor
 
     def _direct_tensors(self) -> Iterator[torch.Tensor]:
         return (getattr(owner, name) for owner, name in self.reads)
@@ -276,6 +170,7 @@ class GraphSlice(nn.Module):
         """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo
         if not self.known_functions:
+            # The profiler takes a module that is no layer of torch's for one that may do anything.
             yield prefix, self
         for index, module in enumerate(self.called_modules):
             yield from module.named_modules(memo, f"{prefix}.{index}", remove_duplicate)
@@ -287,40 +182,29 @@ class GraphSlice(nn.Module):
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for slices that cost the same if the modules that they call do."""
-        tensors = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in self._direct_tensors())
+        tensors = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in self._direct_tensors())
         return self.operations, tuple(map(id, self._constants)), tensors
 
     @property
     def operations(self) -> tuple[Any, ...]:
         """Equal for slices that do the same with modules and tensors of their own, whatever those look like."""
         places = {module: place for place, module in enumerate(self.called_modules)}
-        calls = self._calls
-        return self._source, tuple(
-            places[calls[name]] if name in calls else look_of(value) for name, value in self._bound.items()
-        )
+        looks: list[Any] = []
+        for name, value in self._bound.items():
+            is_called = name in self._calls
+            looks.append(places[self._calls[name]] if is_called else look_of(value))
+        return self._source, tuple(looks)
 
 
-def _with_reads(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, None]:
+def _with_reads(nodes: Sequence[fx.Node], returned: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """The operations, each after the parameters and attributes that it is the first to read."""
     inside = set(nodes)
-    ordered = (each for node in nodes for each in (*node.all_input_nodes, node))
-    return dict.fromkeys(each for each in (*ordered, *kept) if each in inside or each.op == "get_attr")
-
-
-def look_of(value: Any) -> Any:
-    """A hashable that is equal for values with which operations do the same; modules and tensors are not compared."""
-    match value:
-        case nn.Module():
-            return "module"
-        case torch.Tensor():
-            return tuple(value.shape)
-        case FunctionType():
-            return "function", id(value.__code__)
-        case MethodType():
-            return "method", id(value.__func__), id(value.__self__)
-        case np.ndarray() | np.generic():
-            return str(value.dtype), value.shape, value.tobytes()
-    if callable(value) and not isinstance(value, type):
-        return "callable", id(value) if type(value).__hash__ is None else value
-    base: Any = next((each for each in (int, float, complex, str, bytes) if issubclass(type(value), each)), type(value))
-    return type(value).__name__, base.__repr__(value)
+    ordered: dict[fx.Node, None] = {}
+    for node in nodes:
+        ordered.update(dict.fromkeys((*node.all_input_nodes, node)))
+    # A forward may return a parameter as it is.
+    ordered.update(dict.fromkeys(returned))
+    for node in [*ordered]:
+        if node not in inside and node.op != "get_attr":
+            del ordered[node]
+    return ordered

@@ -1,4 +1,4 @@
-"""A recording: the forward runs once, for real, and every operation on tensors becomes a node of a graph.
+"""The forward runs once, for real, and every operation on tensors becomes a node of a graph.
 
 The code sees real tensors and goes its way. Types, devices and dimensions are the same for every call with inputs of
 the same kind; sizes are nodes; guards know the answers where it asked sizes or values. A ``TorchFunctionMode`` sees the
@@ -11,13 +11,12 @@ operations::
     if mask.all(): mask = None      (a guard: mask.all() is True)
     x[:, 0] = 0                  ─► call_function setitem(add, …)
 
-What it cannot hold is an error; the module whose forward it happened in then becomes one operation.
+A forward that this cannot hold is an error; the module whose forward it happened in then becomes one operation.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,36 +27,29 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.graph_stage import (
-    OF,
-    UNSURE,
-    Region,
-    appearance_of,
-    is_constant,
-    name_of,
-    require_as_recorded,
-    total,
-)
-from lightning_rotor.capture.guards import AUTOCAST, Call, Notes, ambient, version_of
+from lightning_rotor.capture.ambient import Ambient, ambient
+from lightning_rotor.capture.call import Call
+from lightning_rotor.capture.copies import version_of
+from lightning_rotor.capture.dispatch_check import DispatchCheck, OperationSeen
+from lightning_rotor.capture.module_calls import ModuleCalls, Slot, hides_code, is_torchs_module
+from lightning_rotor.capture.node_facts import OWN, UNSURE, Region, name_of, total
 from lightning_rotor.capture.operations import (
-    FUNCTIONS,
     METADATA,
     SIZES,
-    DispatchCheck,
-    ModuleCalls,
     UntraceableError,
-    body_of,
-    hides_code,
-    is_attention,
     is_torchs,
-    is_torchs_module,
     name_of_function,
     require_recordable,
     spell,
 )
-from lightning_rotor.capture.size_guards import OWN, SizeGuards, ancestors, first_difference
+from lightning_rotor.capture.python_functions import FUNCTIONS, body_of, is_attention
+from lightning_rotor.capture.recorded_checks import appearance_of
+from lightning_rotor.capture.recording import Recording
+from lightning_rotor.capture.shown_calls import shown_calls
+from lightning_rotor.capture.size_guards import SizeGuards, ancestors
 from lightning_rotor.capture.surroundings import Functions, Surroundings
-from lightning_rotor.capture.writer import GraphWriter, OpMemory, erase, plain
+from lightning_rotor.capture.traced_numbers import plain
+from lightning_rotor.capture.writer import GraphWriter, erase
 from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
@@ -67,10 +59,6 @@ from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
 
-# ----------------------------------------------------------------------------------------------------
-# The recording.
-
-
 _CONTAINERS = (
     *(nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
     *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
@@ -79,43 +67,42 @@ _CONTAINERS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recording:
-    """What one call of a module did.
+class _Operation:
+    """A call that becomes one node.
 
     Attributes:
-        memory: Of each operation.
-        constants: Tensors that the forward made out of nothing.
-        leaves: Modules that were one operation.
-        notes: What the code read outside of modules.
+        kind: ``"call_module"``, ``"call_method"`` or ``"call_function"``; ``target`` and arguments are the node's.
+        run: Does it. Its arguments may be in another order: ``2 - x`` is the node sub(2, x).
+        origin: The source of its result in messages, if that is code or a module; empty for torch's functions.
+        is_torchs: All code in it is torch's, so that one knows what it does for other sizes.
     """
 
-    graph: fx.Graph
-    memory: Mapping[fx.Node, OpMemory]
-    root: nn.Module
-    constants: Sequence[torch.Tensor]
-    leaves: Set[nn.Module]
-    guards: SizeGuards
-    notes: Notes
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    run: Callable[[], Any]
+    origin: str
+    is_torchs: bool
 
     @property
-    def run_as_they_are(self) -> set[nn.Module]:
-        """Modules whose code runs at each call, as their settings say then."""
-        called = [node.meta[OF] for node in self.graph.nodes if node.op == "call_module"]
-        return {below for leaf in (*self.leaves, *called) for below in leaf.modules()}
-
-    def runs_the_same(self, other: Recording) -> bool:
-        """True if another recording has the same operations on the same modules and tensors."""
-        return not first_difference(self.graph, other.graph) and all(
-            is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF)
-            for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True)
-        )
+    def is_module(self) -> bool:
+        """True if it is the call of a module."""
+        return self.kind == "call_module"
 
 
 class Recorder(TorchFunctionMode):
-    """Records one call of a module, and knows what torch has computed and what the code read outside of modules.
+    """Records one call of a module.
 
     ``is_opaque`` says which modules are one operation; it takes the arguments of the call that is about to come, too.
     """
+
+    # Settings around the call.
+    _ambient: Ambient
+    # After the last operation that may have drawn.
+    _states: GeneratorStates
+    # True if gradients are to be recorded, as far as the code was seen to switch them.
+    _gradients: bool
 
     def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], functions: Functions) -> None:
         super().__init__()
@@ -123,61 +110,88 @@ class Recorder(TorchFunctionMode):
         self.check = DispatchCheck()
         self._root, self._call, self._is_opaque = root, call, is_opaque
         self._writer = GraphWriter(self.calls, self.check)
-        self._leaves: list[tuple[fx.Node, fx.Node, Any]] = []
-        self.surroundings = Surroundings(root, lambda: None if self.check.inside else self.calls.path, functions)
+        # Calls of the user's own code, with what it returned: without sizes, and with them.
+        self._unknown_leaves: list[tuple[fx.Node, Any, Any]] = []
+        self.surroundings = Surroundings(root, self._path_of_recorded_code, functions)
+
+    def _path_of_recorded_code(self) -> str | None:
+        """Path of the module whose forward is running; None inside of an operation."""
+        return None if self.check.inside else self.calls.path
 
     def record(self) -> Recording:
-        """Run the root's forward on copies of the call's tensors, and return what it did."""
+        """Run the root's forward on copies of the call's tensors, and return its operations."""
         copies = _copies(self._call.inputs)
         inputs = self._writer.begin(self._root, copies)
-        first = len(copies) - len(self._call.attributes)
-        attributes = dict(zip(self._call.attributes, copies[first:], strict=True))
-        self.check.trust((*copies[:first], *self._root.buffers()))
-        self.check.allow(tensors_in(copies[first:]))
+        first_attribute = len(copies) - len(self._call.attributes)
+        attributes = dict(zip(self._call.attributes, copies[first_attribute:], strict=True))
+        # Both were copied for this run, so the forward may change them in place, as in training.
+        self.check.trust((*copies[:first_attribute], *self._root.buffers()))
+        self.check.allow(tensors_in(copies[first_attribute:]))
         args, kwargs = self._call.with_tensors(copies)
-        changed = watch_containers((args, kwargs))
-        marked = watch_attributes(tensors_in(copies))
+        containers_changed = watch_containers((args, kwargs))
+        attributes_set = watch_attributes(tensors_in(copies))
+        # The forward decides how long its tensors live, as in training: nothing else holds them from here on.
         del copies
         try:
             with (
+                # Saved tensors are counted and dropped: a recording takes no more memory than a forward without
+                # gradients.
                 saved_tensors_hooks(self._note_saved, _gone),
-                _shown_modules(self),
+                shown_calls(self),
                 private.uncompiled(),
                 self.check,
                 self,
                 self.surroundings.listening(),
-                repeating(False),  # what the code does in a real run must be seen
+                # What the code does in a real run must be seen.
+                repeating(False),
             ):
                 self._ambient, self._states = ambient(), GeneratorStates()
-                self._gradients = self._ambient[0]
+                self._gradients = self._ambient.gradients
                 with _in_place(attributes):
                     del attributes
+                    # Not by calling the root: its hooks, and a forward in its attributes, run around the plan.
                     output = type(self._root).forward(self._root, *args, **kwargs)
                 self._require_same_generators()
-                if changed():
+                # No operation of the graph would change it, and the caller would miss that.
+                if containers_changed():
                     raise UntraceableError("it changes a container that it is called with: let it return a new one")
                 self._writer.require_bare(tensors_in(output))
-                if marked():
+                if attributes_set():
                     raise UntraceableError("it sets Python attributes of a tensor that it is called with")
                 with self._aside():
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
             self.check.is_over = True
             self._writer.values.forget_tensors()
-        writer, asked = self._writer, self._writer.asked
-        behind = ancestors([node for node, _ in asked])
-        for leaf, check, appearance in self._leaves:
-            if leaf in behind:
-                check.args = (leaf, appearance, True)
-        # Packed sequences have sizes that depend on their lengths in ways of their own.
-        packs = any(node.target is private.pack_sequences for node in behind)
-        values = [*writer.valued, *(writer.lengths if packs else ())]
+        return self._finished(inputs)
+
+    def _finished(self, inputs: Sequence[fx.Node]) -> Recording:
+        """The recording, once the forward has returned."""
+        writer, sizes_asked = self._writer, self._writer.asked
+        behind = ancestors([node for node, _ in sizes_asked])
+        for leaf, without_sizes, with_sizes in self._unknown_leaves:
+            # Where a size that the code asked for comes out of unknown code, this must return that very size.
+            sizes = leaf in behind
+            writer.check_output(leaf, with_sizes if sizes else without_sizes, sizes=sizes)
+        values_seen = list(writer.valued)
+        if any(node.target is private.pack_sequences for node in behind):
+            # Packed sequences have sizes that depend on their lengths in ways of their own.
+            values_seen += writer.lengths
+        # A plan is also made for the entries of packed sequences, a number that no shape of an input tells.
         totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
-        guards = SizeGuards(self._call.signature, inputs, asked, values, totals)
-        erase(writer.graph, [*totals, *(node for node, _ in (*values, *writer.lengths, *asked))])
-        notes = self.surroundings.notes
-        memory = {node: writer.values.memory_of(node) for node in writer.graph.nodes}
-        return Recording(writer.graph, memory, self._root, writer.constants, self.calls.leaves, guards, notes)
+        guards = SizeGuards(self._call.signature, inputs, sizes_asked, values_seen, totals)
+        # Guards have written them down. In the graph, they would be computed in every step.
+        questions = [node for node, _ in (*values_seen, *writer.lengths, *sizes_asked)]
+        erase(writer.graph, [*totals, *questions])
+        return Recording(
+            graph=writer.graph,
+            memory={node: writer.values.memory_of(node) for node in writer.graph.nodes},
+            root=self._root,
+            constants=writer.constants,
+            leaves=self.calls.leaves,
+            guards=guards,
+            notes=self.surroundings.notes,
+        )
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves, also outside of an operation that is seen (the user's own checkpoint)."""
@@ -186,16 +200,18 @@ class Recorder(TorchFunctionMode):
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Context of code that is one operation, without the mode: torch's fast paths ask whether there is one."""
-        without_mode = private.without_function_mode() if private.function_modes()[-1:] == [self] else nullcontext()
+        """Context of code that is one operation, without the mode."""
+        # Torch's fast paths ask whether there is a mode, and are not taken under one.
+        is_innermost = private.function_modes()[-1:] == [self]
+        without_mode = private.without_function_mode() if is_innermost else nullcontext()
         with self.check.aside(), self.surroundings.paused(), repeating(), without_mode:
             yield
 
-    # ---------------------------------------------------------------- modules
-
-    def _call_module(
+    def call_module(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """Call a module, as one operation or by its recorded code."""
+        # A module that was there before and is no submodule has parameters that nobody sees: path_of refuses it.
         if module not in self.calls and not self.check.was_there(module):
             # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
             return call(module, *args, **kwargs)
@@ -204,155 +220,226 @@ class Recorder(TorchFunctionMode):
         with self.calls.inside(module):
             if not self._is_leaf(module, args, kwargs):
                 output = call(module, *args, **kwargs)
+                # At the end of each module, so that the innermost one that draws is blamed.
                 self._require_same_generators()
                 return output
             self.calls.leaves.add(module)
-            known = all(map(is_torchs_module, module.modules())) and not hides_code(module)
-            run, what = partial(call, module), f"the output of {path!r}"
-            output = self._operate("call_module", path, args, kwargs, run, own_code=what, known=known)
+            operation = _Operation(
+                kind="call_module",
+                target=path,
+                args=args,
+                kwargs=kwargs,
+                run=partial(call, module, *plain(args), **plain(kwargs)),
+                origin=f"the output of {path!r}",
+                is_torchs=all(map(is_torchs_module, module.modules())) and not hides_code(module),
+            )
+            output = self._operate(operation)
             if torch.is_autocast_cache_enabled():
-                torch.clear_autocast_cache()  # it would hold a copy of every weight by the end
+                # The cache would hold a copy of every weight by the end of the recording.
+                torch.clear_autocast_cache()
             return output
 
+    def call_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_code: str
+    ) -> Any:
+        """Call the ``apply`` of an autograd function, which is the user's code of this name."""
+        run = partial(function, *plain(args), **plain(kwargs))
+        return self._operate(_Operation("call_function", function, args, kwargs, run, own_code, is_torchs=False))
+
     def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a module is one operation."""
+        # It may try the module's inverse, which is no operation of the forward.
         with self._aside():
             if self._is_opaque(module, (args, kwargs)):
                 return True
+        # A layer of torch's is one operation for a plan, whatever it calls.
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
-
-    # ---------------------------------------------------------------- operations
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation, and record it."""
+        # A functional collective returns before its message has arrived. In a graph, it is one operation that waits.
         function: Any = arrived(func) if is_functional(func) else func
         kwargs = kwargs or {}
         with self.surroundings.paused():
             name = name_of_function(function)
             if self.check.inside:
                 return function(*args, **kwargs)
-            if name in METADATA or name in SIZES or (name == "type" and len(args) == 1):
+            # ``x.type()`` asks for the type, ``x.type(torch.half)`` converts.
+            asks_type = name == "type" and len(args) == 1
+            if name in METADATA or name in SIZES or asks_type:
                 return self._look(name, function, args, kwargs)
-            if name == "_set_grad_enabled":  # what switches gradients without being seen is an autograd function
+            if name == "_set_grad_enabled":
+                # What switches gradients without being seen here is an autograd function.
                 self._follow_ambient()
                 (self._gradients,) = args
             require_recordable(function, args, kwargs)
             if function not in FUNCTIONS:
-                kind, target, positional = spell(function, args)
-                own_code = "" if is_torchs(function) else f"{name}, which is not torch's own"
-                run = partial(function, *plain(args), **plain(kwargs))
-                return self._operate(kind, target, positional, kwargs, lambda *_, **__: run(), own_code=own_code)
+                return self._operate(self._operation(function, args, kwargs))
+        # Python code of torch's: a copy of it runs under this mode again, so that what it does is seen.
         with self:
             return body_of(function)(*args, **kwargs)
+
+    @staticmethod
+    def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation:
+        """The operation of a call that the mode saw."""
+        kind, target, positional = spell(function, args)
+        is_known = is_torchs(function)
+        return _Operation(
+            kind=kind,
+            target=target,
+            args=positional,
+            kwargs=kwargs,
+            run=partial(function, *plain(args), **plain(kwargs)),
+            origin="" if is_known else f"{name_of_function(function)}, which is not torch's own",
+            is_torchs=is_known,
+        )
 
     def _look(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer of an operation about a tensor that needs no values."""
         with self.check.aside():
             value = function(*plain(args), **plain(kwargs))
         is_length = name == "__len__"
-        if not (args and isinstance(args[0], torch.Tensor)) or (name not in SIZES and not is_length):
+        is_about_tensor = bool(args) and isinstance(args[0], torch.Tensor)
+        if not is_about_tensor or (name not in SIZES and not is_length):
             return value
-        dim = 0 if is_length else plain((*args, *kwargs.values())[1]) if name == "size" and type(value) is int else None
-        found = self._writer.sizes_of(args[0], value, dim)
-        if is_length and found is not value:
-            found.pin()  # Python takes the plain number
-        return found
+        dim = None
+        if is_length:
+            dim = 0
+        elif name == "size" and type(value) is int:
+            dim = plain((*args, *kwargs.values())[1])
+        size = self._writer.sizes_of(args[0], value, dim)
+        if is_length and size is not value:
+            # Python takes the plain number of what __len__ returns.
+            size.pin()
+        return size
 
-    def _operate(
-        self,
-        kind: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run: Callable[..., Any],
-        *,
-        own_code: str,
-        known: bool = True,
-    ) -> Any:
+    def _operate(self, operation: _Operation) -> Any:
+        """Run an operation, write its node, and return the result that the code is to see.
+
+        The order counts. Arguments become nodes before the operation may change them in place; generators are compared
+        before it may draw; its node stands before the nodes of what comes out of it; and what autograd saved is counted
+        last, when all tensors around it have their nodes.
+        """
         with self._aside():
+            # Under vmap and grad, tensors are wrappers that an operation of the graph would not get.
             if private.is_transformed():
                 raise UntraceableError("it computes under a transform of torch.func (vmap, grad)")
-            read = tensors_in((args, kwargs))
-            if read or kind == "call_module":
-                self._follow_ambient()
-                encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
-            if own_code and not (known and kind == "call_module"):
+            read = tensors_in((operation.args, operation.kwargs))
+            # An operation that takes no tensor may return none, and is not one for the graph then.
+            is_certain = bool(read) or operation.is_module
+            encoded = self._encoded(operation) if is_certain else None
+            # Code of the user's could read attributes of tensors, which operations of a graph do not set.
+            if not operation.is_torchs:
                 self._writer.require_bare(read)
-            versions = [version_of(tensor) for tensor in read]
+            versions = list(map(version_of, read))
             self._require_same_generators()
-            self.check.random = self.check.accumulates = self.check.reads_values = False
-            self.check.in_module = kind == "call_module"
-            self.check.in_unit = self.check.in_module and bool(units_in((self._root.get_submodule(target),)))
             self._writer.values.saving.clear()
-            result = run(*plain(args), **plain(kwargs))
-            if not read and kind != "call_module":
+            with self._watching(operation) as seen:
+                result = operation.run()
+            if encoded is None:
                 if not tensors_in(result):
-                    return result  # torch.set_grad_enabled and the like
-                self._follow_ambient()
-                encoded = self._writer.encode((args, kwargs), exact=bool(own_code))
+                    # torch.set_grad_enabled and the like.
+                    return result
+                encoded = self._encoded(operation)
+            # A message between processes that has not arrived yet must be waited for where the code waits.
             if any(map(is_on_its_way, tensors_in(result))):
                 raise UntraceableError(NOT_ARRIVED)
-            node = self._writer.node(kind, target, *encoded)
-            if own_code or self.check.random:
-                self._states = GeneratorStates()
-                self._writer.impure.setdefault(node, own_code or "random numbers, as when a block is skipped at random")
-            if kind != "call_module" and (own_code or self.check.random or self.check.accumulates):
-                node.meta[UNSURE] = True
-            for tensor, version in zip(read, versions, strict=True):
-                if version_of(tensor) != version:
-                    self._writer.note_change(tensor, node)
-            node.meta[OWN] = bool(own_code) and not (known and kind == "call_module")
-            if kind != "call_module":
-                result = self._result_of(result, node, read)
-                if target is private.pack_sequences:
-                    self._writer.note_packed(result[1], args[1])
+            node = self._writer.node(operation.kind, operation.target, *encoded)
+            node.meta[OWN] = not operation.is_torchs
+            self._note_sources(node, operation, seen)
+            self._note_changes(node, read, versions)
+            if operation.is_module:
+                result = self._output_of_module(result, node, read, is_torchs=operation.is_torchs)
             else:
-                if not known:
-                    self._writer.require_bare(tensors_in(result))
-                    seen = appearance_of(result, sizes=False)
-                    check = self._writer.node("call_function", require_as_recorded, (node, seen, False), {})
-                    self._leaves.append((node, check, appearance_of(result, sizes=True)))
-                result = self._writer.unpack(result, node, read, fresh_objects=not known)
+                result = self._result_of_function(result, node, read, seen)
+                if operation.target is private.pack_sequences:
+                    self._writer.note_packed(result[1], operation.args[1])
             self._writer.values.settle_saved(node, [*read, *tensors_in(result)])
             return result
 
-    def _result_of(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor]) -> Any:
+    def _encoded(self, operation: _Operation) -> Any:
+        """Arguments of the node for an operation, under the settings of this moment."""
+        self._follow_ambient()
+        # Code that is not torch's may ask whether a shape is a torch.Size.
+        return self._writer.encode((operation.args, operation.kwargs), exact=bool(operation.origin))
+
+    @contextmanager
+    def _watching(self, operation: _Operation) -> Iterator[OperationSeen]:
+        """Context in which an operation runs; yields what torch computes in it."""
+        modules = (self._root.get_submodule(operation.target),) if operation.is_module else ()
+        in_unit = bool(units_in(modules))
+        with self.check.watching(in_module=operation.is_module, in_unit=in_unit) as seen:
+            yield seen
+
+    def _note_sources(self, node: fx.Node, operation: _Operation, seen: OperationSeen) -> None:
+        """Note what a result depends on besides the arguments, and whether it may be another next time."""
+        if operation.origin or seen.draws:
+            # Draws of operations are their own business. From here on, other ones count again.
+            self._states = GeneratorStates()
+            source = operation.origin or "random numbers, as when a block is skipped at random"
+            self._writer.impure.setdefault(node, source)
+        # A stage names its modules, which the profiler looks at. Of functions it knows this mark alone.
+        if not operation.is_module and (operation.origin or seen.draws or seen.accumulates):
+            node.meta[UNSURE] = True
+
+    def _note_changes(self, node: fx.Node, read: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        """Note which arguments an operation has changed in place."""
+        for tensor, version in zip(read, versions, strict=True):
+            if version_of(tensor) != version:
+                self._writer.note_change(tensor, node)
+
+    def _output_of_module(self, output: Any, node: fx.Node, read: Sequence[torch.Tensor], *, is_torchs: bool) -> Any:
+        """The output of a module that is one operation, as the code sees it."""
+        if not is_torchs:
+            self._writer.require_bare(tensors_in(output))
+            without_sizes = appearance_of(output, sizes=False)
+            with_sizes = appearance_of(output, sizes=True)
+            self._unknown_leaves.append((node, without_sizes, with_sizes))
+        return self._writer.unpack(output, node, read, fresh_objects=not is_torchs)
+
+    def _result_of_function(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor], seen: OperationSeen) -> Any:
         """The value that the code sees: tensors, or values out of them."""
-        leaves = tree_leaves(result)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor) and leaf is not None]
+        # A value is a question, whose answer must be the same at the next call. An object that may hold values, such as
+        # an iterator, cannot be compared.
+        tensors: list[torch.Tensor] = []
+        others: list[Any] = []
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                tensors.append(leaf)
+            elif leaf is not None:
+                others.append(leaf)
         if not all(isinstance(value, (bool, int, float, complex, str)) for value in others):
             kind = type(others[0]).__name__
             raise UntraceableError(f"{name_of(node)} returns {kind}, which may hold values of tensors")
         if others and tensors:
             raise UntraceableError(f"{name_of(node)} returns tensors and values together")
-        if tensors:
-            output = self._writer.unpack(result, node, read)
-            if self.check.reads_values:
-                nodes = [self._writer.node_of(leaf) for leaf in tensors]
-                for each, tensor in zip(nodes, tensors, strict=True):
-                    shape = self._writer.node("call_function", getattr, (each, "shape"), {})
-                    self._writer.guard(shape, tensor.shape, f"the size of what {name_of(node)} returns")
-            return output
         if others:
             self._writer.guard(node, result, f"{name_of(node)} of a tensor")
-        return result
-
-    # ---------------------------------------------------------------- what must not differ at another call
+        if not tensors:
+            return result
+        output = self._writer.unpack(result, node, read)
+        if seen.reads_values:
+            # Their sizes are values out of tensors: ``x[mask]``, ``nonzero``.
+            for tensor in tensors:
+                made = self._writer.node_of(tensor)
+                shape = self._writer.node("call_function", getattr, (made, "shape"), {})
+                self._writer.guard(shape, tensor.shape, f"the size of what {name_of(node)} returns")
+        return output
 
     def _follow_ambient(self) -> None:
-        """Tell the graph under which settings the next operation runs."""
-        now, then = ambient(), self._ambient
-        same = now[1:AUTOCAST], now[-1]
-        if now[0] != self._gradients or same != (then[1:AUTOCAST], then[-1]):
+        """Tell the graph under which settings the next operation runs; ``UntraceableError`` if it cannot set these."""
+        now, base = ambient(), self._ambient
+        # torch.no_grad and torch.autocast are regions of the graph. Nothing else around an operation is kept with it.
+        is_followed = now.gradients == self._gradients
+        if not is_followed or (now.kernels, now.hooks) != (base.kernels, base.hooks):
             raise UntraceableError(
                 "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice "
                 "of kernels), which a recording would lose"
             )
-        changed = zip(("cpu", "cuda"), now[AUTOCAST:-1], then[AUTOCAST:-1], strict=True)
-        autocast = tuple((device, *setting) for device, setting, before in changed if setting != before)
-        self._writer.region = None if now == then else Region(now[0], autocast)
+        is_base = now == base
+        self._writer.region = None if is_base else Region(now.gradients, now.autocast_changes(base))
 
     def _require_same_generators(self) -> None:
         with self._aside():
@@ -365,14 +452,15 @@ class Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]:
+def _in_place(attributes: Mapping[Slot, Any]) -> Iterator[None]:
     """Context in which modules have other values as attributes."""
     # In a row: a metric of torchmetrics has another hash whenever its values change.
     places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
 
     def put_back() -> None:
         for namespace, name, before, value in places:
-            if namespace.get(name) is value:  # else the forward has set another
+            # Where the forward has set another value, that stays.
+            if namespace.get(name) is value:
                 namespace[name] = before
 
     with undone(put_back):
@@ -381,54 +469,9 @@ def _in_place(attributes: Mapping[tuple[nn.Module, str], Any]) -> Iterator[None]
         yield
 
 
-_showing = threading.RLock()
-
-
-@contextmanager
-def _shown_modules(recorder: Recorder) -> Iterator[None]:
-    """Show calls of modules and of autograd functions, which no mode sees; another thread that wants to waits."""
-    thread = threading.get_ident()
-
-    def is_plain() -> bool:
-        return bool(recorder.check.inside) or threading.get_ident() != thread
-
-    def shown_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_plain():
-            return call_module(module, *args, **kwargs)
-        return recorder._call_module(module, call_module, args, kwargs)
-
-    def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        recorder.check.note_module(module)
-        init(module, *args, **kwargs)
-
-    def shown_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        target = apply.__get__(None, cls)
-        if is_plain():
-            return target(*args, **kwargs)
-        # A reference that was kept from before (``f = Function.apply``) is not seen. There the operations inside are,
-        # under no_grad.
-        return recorder._operate("call_function", target, args, kwargs, target, own_code=f"{cls.__name__}.apply")
-
-    replacements: tuple[tuple[Any, str, Any], ...] = (
-        (nn.Module, "__call__", shown_call),
-        (nn.Module, "__init__", shown_init),
-        (torch.autograd.Function, "apply", classmethod(shown_apply)),
-    )
-    with _showing:
-        originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
-
-        def put_back() -> None:
-            for (owner, name, _), original in zip(replacements, originals, strict=True):
-                setattr(owner, name, original)
-
-        with undone(put_back):
-            for owner, name, replacement in replacements:
-                setattr(owner, name, replacement)
-            yield
-
-
 def require_unrecorded(what: str) -> None:
     """Raise ``UntraceableError`` if the running code is recorded."""
+    # A recorder that is not listening runs an operation, whose code runs again at every call.
     if any(isinstance(mode, Recorder) and mode.check.listens for mode in private.function_modes()):
         raise UntraceableError(what)
 
@@ -444,17 +487,15 @@ def is_recomputing() -> bool:
     return passes.is_recomputing()
 
 
-# -------------------------------------------------------------------- small things
-
-
 def _copies(values: Sequence[Any]) -> list[Any]:
     """Copies of tensors that a forward may change, one for each object; numbers as they are."""
-    tensors = {id(value): value for value in values if isinstance(value, torch.Tensor)}
-    made = {
-        key: like(tensor.detach().requires_grad_(tensor.requires_grad).clone(), tensor)
-        for key, tensor in tensors.items()
-    }
-    return [made.get(id(value), value) for value in values]
+    copies: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and id(value) not in copies:
+            # The clone of a leaf is none, so that the forward may change it in place.
+            copy = value.detach().requires_grad_(value.requires_grad).clone()
+            copies[id(value)] = like(copy, value)
+    return [copies.get(id(value), value) for value in values]
 
 
 def _gone(_: None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What one recording asked of sizes and of values, and whether a call would be answered the same.
+"""Questions of one recording about sizes and about values, and whether a call would be answered the same.
 
 Sizes that the code asked for are nodes of the graph, so a recording may hold for other sizes in dimensions in which two
 recordings of the same operations differ. That is found out once per new set of sizes: the questions about sizes are
@@ -9,29 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-from lightning_rotor.capture.graph_stage import (
-    LINE,
-    OF,
-    REGION,
-    SIZE,
-    GraphSlice,
-    Source,
-    is_constant,
-    look_of,
-    spell_value,
-)
-from lightning_rotor.private.values import same_bits
-from lightning_rotor.stages.sequential import packed
+from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.node_facts import OWN, SIZE, is_constant, line_of
+from lightning_rotor.capture.recorded_checks import spell_value
+from lightning_rotor.stages.wiring import packed
 
-OWN = "own"
-"""Where a node keeps whether it runs code that is not torch's, of which nobody knows what it does for other sizes."""
 Question: TypeAlias = tuple[fx.Node, Any]
 """A node, and the value of it that the code saw."""
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
@@ -39,7 +27,7 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 class SizeGuards:
-    """What one recording saw of sizes and of values.
+    """Questions of one recording about sizes and values, with the answers that the code saw.
 
     Attributes:
         asks_values: Values of inputs or buffers count.
@@ -56,24 +44,36 @@ class SizeGuards:
         values: Sequence[Question],
         totals: Sequence[fx.Node] = (),
     ) -> None:
-        nodes = list(inputs[0].graph.nodes) if inputs else []
-        needed = ancestors([*totals, *(node for node, _ in values)], sizes=False)
-        read = [node for node in nodes if SIZE in node.meta and node in needed]
-        self._value_answers = [spell_value([value for _, value in values])]
-        self._values = GraphSlice(
-            [*inputs, *read], _operations(nodes, needed - set(read)), [[node for node, _ in values], list(totals)]
-        )
         self.totals: tuple[int, ...] = ()
         self.objection = ""
-        self.asks_values = any(node.op in ("placeholder", "get_attr") and not is_constant(node) for node in needed)
-        self._asked = [node for node, _ in sizes]
-        self._size_answers = [spell_value([value for _, value in sizes])]
+        nodes = list(inputs[0].graph.nodes) if inputs else []
+        value_nodes, values_seen = _unzipped(values)
+        self._asked, sizes_seen = _unzipped(sizes)
+        # More answers come with newer recordings, see include.
+        self._value_answers = [spell_value(values_seen)]
+        self._size_answers = [spell_value(sizes_seen)]
+
+        needed = ancestors([*totals, *value_nodes], sizes=False)
+        # The sizes that questions about values read. The questions about sizes give them, once per signature, so that
+        # the questions at each call do not compute them again.
+        read = [node for node in nodes if SIZE in node.meta and node in needed]
+        operations = _operations(nodes, needed - set(read))
+        self._values = GraphSlice([*inputs, *read], operations, [value_nodes, list(totals)])
+        self.asks_values = any(map(_may_change, needed))
+
         behind = ancestors([*self._asked, *read])
         self._sizes = GraphSlice(inputs, _operations(nodes, behind), [self._asked, read])
-        self._own = next((node for node in nodes if node in behind and node.meta.get(OWN)), None)
+        # Without a rule for its sizes, code of the user's cannot be asked on tensors without values.
+        self._own: fx.Node | None = None
+        for node in nodes:
+            if node in behind and node.meta.get(OWN):
+                self._own = node
+                break
+
         self._recorded = [signature]
         # For each signature for which it holds: the sizes that the questions about values read.
         self._read = {signature: tuple(node.meta[SIZE] for node in read)}
+        # The very same dict: a signature that is added there is settled at once.
         self.settled = {} if self.asks_values else self._read
 
     def hold(self, signature: Signature, inputs: Sequence[Any]) -> bool:
@@ -85,57 +85,88 @@ class SizeGuards:
             return True
         try:
             with torch.no_grad():
-                found, totals = self._values(packed((*inputs, *self._read[signature])))
-        except (RuntimeError, IndexError, ValueError):  # the forward itself will say it better
+                answers, totals = self._values(packed((*inputs, *self._read[signature])))
+        except (RuntimeError, IndexError, ValueError):
+            # Such a call fails in the forward as well, which says it better.
             return False
         self.totals = tuple(totals)
-        return spell_value(found) in self._value_answers
+        return spell_value(answers) in self._value_answers
 
     def _holds_for_sizes(self, signature: Signature, inputs: Sequence[Any]) -> bool:
+        """True if the questions about sizes have the recorded answers; then remembers the signature."""
         if not self._may_be(signature):
             return False
         if self._own is not None:
             self.objection = f"sizes depend on code that is not torch's, {line_of(self._own)}"
             return False
-        found = self._sizes_on_meta(inputs, once=True)
-        found = self._sizes_on_meta(inputs, once=False) if found is None else found
-        if found is None:  # no rule for an operation, or sizes that do not go together
+        computed = self._sizes_on_meta(inputs, once=True)
+        if computed is None:
+            # An operation may change a tensor in place that stands for those of several equal layers.
+            computed = self._sizes_on_meta(inputs, once=False)
+        # No rule for an operation, or sizes that do not go together.
+        if computed is None:
             return False
-        answers, read = found
+        answers, read = computed
         if spell_value(answers) not in self._size_answers:
-            others = zip(answers, self._size_answers[0][1], self._asked, strict=True)
-            asked = next(node for answer, known, node in others if spell_value(answer) != known)
-            self.objection = f"a size decides over what it does, {line_of(asked)}"
+            self.objection = f"a size decides over what it does, {line_of(self._first_other(answers))}"
             return False
         self._read[signature] = tuple(read)
         return True
 
+    def _first_other(self, answers: Sequence[Any]) -> fx.Node:
+        """The first question that is answered otherwise than in the first recording."""
+        _, recorded = self._size_answers[0]
+        triples = zip(answers, recorded, self._asked, strict=True)
+        differing = [node for answer, then, node in triples if spell_value(answer) != then]
+        return differing[0]
+
     def _sizes_on_meta(self, inputs: Sequence[Any], *, once: bool) -> Any:
-        """What was asked of sizes, in a few microseconds an operation; None if an operation needs its own device."""
+        """Answers about sizes, in a few microseconds an operation; None if an operation needs its own device."""
         try:
             with torch.no_grad(), _OnMeta(once=once):
-                return self._sizes(packed([_on_meta(value) for value in inputs]))
+                return self._sizes(packed(list(map(_on_meta, inputs))))
         except Exception:
+            # Whatever it is, the call is recorded anew then, which is right for every call, and slower.
             return None
 
     def _may_be(self, signature: Signature) -> bool:
         """True if a signature differs from recorded ones of its kind only where these differ from each other."""
-        recorded = [known for known in self._recorded if _kind(known) == _kind(signature)]
-        known = [set(sizes) for sizes in zip(*map(_sizes_in, recorded), strict=True)]
-        return bool(recorded) and all(
-            len(sizes) > 1 or size in sizes for sizes, size in zip(known, _sizes_in(signature), strict=True)
-        )
+        kind = _kind(signature)
+        recorded = [_sizes_in(earlier) for earlier in self._recorded if _kind(earlier) == kind]
+        if not recorded:
+            return False
+        # Code may take a dimension for granted without ever asking for it. Two recordings with the same operations, and
+        # other sizes in that dimension, show that it does not.
+        for recorded_sizes, size in zip(zip(*recorded, strict=True), _sizes_in(signature), strict=True):
+            is_free = len(set(recorded_sizes)) > 1
+            if not is_free and size not in recorded_sizes:
+                return False
+        return True
 
     def include(self, newer: SizeGuards) -> None:
         """Hold also where the guards of a newer recording do, which has the same operations."""
-        pairs = (self._values, newer._values), (self._sizes, newer._sizes)
-        if any((mine.operations, mine.reads) != (theirs.operations, theirs.reads) for mine, theirs in pairs):
+        if _differ(self._values, newer._values) or _differ(self._sizes, newer._sizes):
+            # Other questions were asked: the older answers say nothing about them.
             vars(self).update(vars(newer))
             return
         self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
         self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
         self._read.update(newer._read)
         self._recorded += newer._recorded
+
+
+def _unzipped(questions: Sequence[Question]) -> tuple[list[fx.Node], list[Any]]:
+    """The nodes of some questions, and their answers."""
+    return [node for node, _ in questions], [answer for _, answer in questions]
+
+
+def _may_change(node: fx.Node) -> bool:
+    """True for an input, a parameter or a buffer, whose values may be others at each call."""
+    return node.op in ("placeholder", "get_attr") and not is_constant(node)
+
+
+def _differ(mine: GraphSlice, theirs: GraphSlice) -> bool:
+    return (mine.operations, mine.reads) != (theirs.operations, theirs.reads)
 
 
 def _kind(signature: Signature) -> list[Any]:
@@ -151,8 +182,6 @@ _RESHAPES_IN_PLACE = frozenset(
     f"{name}_" for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t",
     "transpose", "unsqueeze")
 )  # fmt: skip
-
-
 _MOVES = ("cpu", "cuda")
 """Methods that put a tensor on a device."""
 _DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
@@ -172,7 +201,8 @@ class _OnMeta(TorchFunctionMode):
         if not self._once:
             return _run_on_meta(func, args, kwargs)
         if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
-            raise NotImplementedError  # the tensor may stand for others
+            # The tensor may stand for those of several equal layers.
+            raise NotImplementedError
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
             self._results[key] = _run_on_meta(func, args, kwargs)
@@ -180,12 +210,18 @@ class _OnMeta(TorchFunctionMode):
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    # By hand: a mode that puts every argument on the device takes longer, 10 ms for a new size of Llama where this
+    # takes 8.
     args, kwargs = fx.node.map_aggregate((args, kwargs or {}), _on_meta)
     with torch.device("meta"):
-        return args[0].clone() if getattr(func, "__name__", "") in _MOVES else func(*args, **kwargs)
+        if getattr(func, "__name__", "") in _MOVES:
+            # ``x.cuda()`` would leave the meta device.
+            return args[0].clone()
+        return func(*args, **kwargs)
 
 
 def _look(value: Any) -> Any:
+    """A hashable that is equal for arguments with which an operation has results of equal sizes."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -196,7 +232,7 @@ def _look(value: Any) -> Any:
 
 
 def _on_meta(value: Any) -> Any:
-    """What stands for an argument among tensors of the meta device, which have sizes and no values."""
+    """The stand-in for an argument among tensors of the meta device, which have sizes and no values."""
     if isinstance(value, torch.Tensor):
         return value if value.is_meta else value.detach().to("meta")
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
@@ -210,39 +246,13 @@ def _operations(nodes: Iterable[fx.Node], wanted: set[fx.Node]) -> list[fx.Node]
 
 def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
     """The nodes and everything that they are computed from, also by way of sizes if ``sizes``."""
-    found: set[fx.Node] = set()
+    reached: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes if sizes or SIZE not in node.meta else ())
-    return found
-
-
-# -------------------------------------------------------------------- Whether two recordings agree.
-
-
-def line_of(node: fx.Node) -> str:
-    """The user's line that did an operation."""
-    return "at {}:{}".format(*node.meta[LINE])
-
-
-def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[fx.Node, ...]:
-    """The first operation that two recordings do not share, in both, or in the one that has it; empty if they agree."""
-    sources = Source(), Source()
-    for mine, theirs in zip_longest(left.nodes, right.nodes):
-        if mine is None or theirs is None or _said(mine, sources[0]) != _said(theirs, sources[1]):
-            return tuple(node for node in (mine, theirs) if node is not None)
-        if is_constant(mine) and not same_bits(mine.meta[OF], theirs.meta[OF]):
-            return (mine,)
-    return ()
-
-
-def _said(node: fx.Node, source: Source) -> Any:
-    """What an operation does, comparable between two recordings."""
-    source.bound.clear()
-    what = node.op, str(node.meta["module"]), node.target, node.args, node.kwargs, node.meta.get(REGION)
-    text = source.spell(what)
-    source.name(node)
-    return text, list(map(look_of, source.bound.values()))
+        if node in reached:
+            continue
+        reached.add(node)
+        if sizes or SIZE not in node.meta:
+            pending.extend(node.all_input_nodes)
+    return reached

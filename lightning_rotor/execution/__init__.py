@@ -1,6 +1,14 @@
 """A schedule runs, with exact gradients.
 
 In: stages and a schedule. Out: an :class:`~lightning_rotor.execution.executor.Executor`, called like the stages in a
-row. Read ``executor``, then ``passes`` (how a stage runs first and again) and ``segment_state`` (what it reads and
-changes). ``inversion`` rebuilds inputs instead of keeping them; ``isolated`` runs without a trace.
+row. Read in this order:
+
+- ``executor``: the schedule as nested calls. ``segment`` is one recomputed run of stages, ``recomputation`` drops what
+  autograd saves in it and makes it again.
+- ``passes``: the rules for a second forward. ``first_pass`` keeps them, with ``segment_state`` (what stages read and
+  change), ``tensors_read``, ``lent_tensors``, ``settings`` and ``observers``.
+- ``inversion``: inputs are rebuilt instead of kept, with ``boundary``, ``moment``, ``nested_backward`` and
+  ``drift_guard``.
+- ``pending`` tells when the backward of a call has come, ``stopwatch`` how long it took; ``isolated`` runs without a
+  trace.
 """

@@ -1,20 +1,30 @@
-"""Running a user's module for real and leaving everything as it was."""
+"""Contexts in which a user's module runs for real, and everything stays as it was."""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.execution.passes import buffers_of, forget_casts, repeating, standing_in
+from lightning_rotor.execution.lent_tensors import buffers_of, copies_of, standing_in
+from lightning_rotor.execution.passes import forget_casts, repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import as_found, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import is_fake, tensors_in
-from lightning_rotor.stages.generators import DrawsSeen, GeneratorStates, others_may_draw
+from lightning_rotor.stages.draws import DrawsSeen
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @contextmanager
@@ -26,7 +36,7 @@ def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
     """
     generators = GeneratorStates(device)
     # Detached: a node that saves its own output would hold the tensor that holds it, and neither would be freed.
-    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    kept_plainly = saved_tensors_hooks(torch.Tensor.detach, _unchanged)
 
     def put_back() -> None:
         generators.restore()
@@ -55,38 +65,43 @@ def draws_seen(stage: Stage) -> Iterator[Collection[str]]:
         yield seen.kinds
 
 
-class _Written(private.TorchDispatchMode):
+class _CopiesBeforeWrites(private.TorchDispatchMode):
     """Copies parameters before operations change them in place. It slows them down, so nothing is timed under it."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         # Putting back is not counted, as writing to .data is not: it would look like a change of the user's.
         self._kept = [(parameter, parameter.data) for parameter in parameters]
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # By memory, those that nothing has written to yet. An operation may write to a view of one.
         self._waiting = {_memory_of(data): data for _, data in self._kept}
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy those of these tensors that count, before they are written to."""
-        for data in (self._waiting.pop(_memory_of(tensor), None) for tensor in tensors):
+        for tensor in tensors:
+            data = self._waiting.pop(_memory_of(tensor), None)
             if data is not None:
                 self._copies.append((data, data.clone()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in private.written_arguments(func, args, kwargs) if isinstance(func, private.OpOverload) else ():
-            self.copy(tensors_in(value))
+        if isinstance(func, private.OpOverload):
+            for written in private.written_arguments(func, args, kwargs):
+                self.copy(tensors_in(written))
         return func(*args, **kwargs)
 
-    def restore(self) -> list[torch.nn.Parameter]:
+    def restore(self) -> list[nn.Parameter]:
         """Put all back; returns those that had changed."""
-        memory = {_memory_of(data) for data, _ in self._copies}
-        changed = [
-            each for each, data in self._kept if _memory_of(each) != _memory_of(data) or _memory_of(data) in memory
-        ]
+        written = {_memory_of(data) for data, _ in self._copies}
+        changed = []
         for parameter, data in self._kept:
-            if _memory_of(parameter) != _memory_of(data):
+            memory = _memory_of(data)
+            has_other_data = _memory_of(parameter) != memory
+            if has_other_data or memory in written:
+                changed.append(parameter)
+            if has_other_data:
                 parameter.data = data
         for data, copy in self._copies:
             data.copy_(copy)
@@ -94,32 +109,36 @@ class _Written(private.TorchDispatchMode):
 
 
 @contextmanager
-def kept_parameters(
-    stage: Stage, known: Iterable[torch.nn.Parameter] | None = None
-) -> Iterator[list[torch.nn.Parameter]]:
+def kept_parameters(stage: Stage, known: Iterable[nn.Parameter] | None = None) -> Iterator[list[nn.Parameter]]:
     """Set back parameters that the stage's forward changes; yields a list that then has them and those it replaced.
 
     Those of FSDP's units and around compiled code are left alone, and NumPy's writes are not seen. What runs is watched
     unless ``known`` names the parameters, which costs no time.
     """
-    found: list[torch.nn.Parameter] = []
-    parameters = [parameter for parameter in _parameters_of(stage) if _has_values(parameter)]
+    changed: list[nn.Parameter] = []
+    parameters = list(filter(_has_values, _parameters_of(stage)))
     if not parameters or units_in(stage.modules) or any(map(private.is_compiled, stage.called_modules())):
-        yield found
+        yield changed
         return
-    written = _Written(parameters)
-    written.copy(known or ())
+    copies = _CopiesBeforeWrites(parameters)
+    copies.copy(known or ())
     try:
-        with written if known is None else nullcontext():
-            yield found
+        with copies if known is None else nullcontext():
+            yield changed
     finally:
         present = _parameters_of(stage)
-        found += [*written.restore(), *(parameter for parameter in parameters if parameter not in present)]
+        changed += copies.restore()
+        changed += [parameter for parameter in parameters if parameter not in present]
 
 
-def _parameters_of(stage: Stage) -> dict[torch.nn.Parameter, None]:
-    read = (module._parameters.get(name) for module, name in stage.direct_reads())
-    return dict.fromkeys((*stage.parameters(), *(parameter for parameter in read if parameter is not None)))
+def _parameters_of(stage: Stage) -> dict[nn.Parameter, None]:
+    """Parameters of a stage, and those that it reads without calling their module, each once."""
+    parameters = dict.fromkeys(stage.parameters())
+    for module, name in stage.direct_reads():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameters[parameter] = None
+    return parameters
 
 
 def _has_values(tensor: Any) -> bool:
@@ -132,12 +151,10 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def lent_buffers(stage: Stage) -> Iterator[list[tuple[torch.nn.Module, str, torch.Tensor]]]:
+def lent_buffers(stage: Stage) -> Iterator[list[tuple[nn.Module, str, torch.Tensor]]]:
     """Give the stage copies of its buffers meanwhile; yields the slots with the originals, which stay unchanged."""
-    originals = list(buffers_of(dict.fromkeys(module for _, module in stage.submodules())))
-    copies: dict[int, torch.Tensor] = {}
-    with standing_in(
-        (module._buffers, name, copies.setdefault(id(buffer), buffer.detach().clone()))
-        for module, name, buffer in originals
-    ):
+    modules = dict.fromkeys(module for _, module in stage.submodules())
+    originals = list(buffers_of(modules))
+    loans = [(module._buffers, name, copy) for module, name, copy in copies_of(originals)]
+    with standing_in(loans):
         yield originals

@@ -10,7 +10,7 @@
 """
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution.inversion import Guard
+from lightning_rotor.execution.drift_guard import Guard
 from lightning_rotor.invertible.check import InverseReport, check_inverse
 from lightning_rotor.invertible.layers import (
     AdditiveCoupling,
@@ -20,7 +20,7 @@ from lightning_rotor.invertible.layers import (
     invertible_checkpoint,
     reverse,
 )
-from lightning_rotor.stages.sequential import Invertible, Reversible, has_fused_backward, is_invertible
+from lightning_rotor.stages.inverses import Invertible, Reversible, has_fused_backward, is_invertible
 
 __all__ = [
     "AdditiveCoupling",

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError
-from lightning_rotor.execution import inversion
+from lightning_rotor.execution.drift_guard import LOW_PRECISION, precision_of, tolerance_of
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
+from lightning_rotor.execution.moment import Moment, fused_gradients, plain_gradients
+from lightning_rotor.execution.nested_backward import learning
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.private.torch_names import version_of
 from lightning_rotor.private.values import is_fake, tensors_in, tree_flatten, tree_leaves, tree_map
-from lightning_rotor.stages.sequential import (
+from lightning_rotor.stages.inverses import (
     DRAWS,
-    Stage,
     has_fused_backward,
     require_invertible,
     require_like,
@@ -25,6 +26,7 @@ from lightning_rotor.stages.sequential import (
     require_tensors,
     shares_memory,
 )
+from lightning_rotor.stages.sequential import Stage
 
 _INEXACT = "Correct the inverse; bound what it divides by; keep activations in float32 or float64; or allow more"
 
@@ -84,7 +86,7 @@ def check_inverse(
     with undisturbed(device), kept_attributes(stage, keep_parameters=False), lent_buffers(stage), torch.no_grad():
         # All buffers may change: these are copies.
         state = replace(state_of(stage, module.modules(), {}), root=(module, ""))
-        moment = inversion.Moment(device, lambda: state)
+        moment = Moment(device, lambda: state)
         return _Trial(name, module, stage, tree_map(torch.Tensor.detach, x), moment).run(rtol, atol)
 
 
@@ -94,7 +96,7 @@ class _Trial:
     module: Any
     stage: Stage
     x: Any
-    moment: inversion.Moment
+    moment: Moment
 
     def run(self, rtol: float, atol: float) -> InverseReport:
         """What is found, or an InverseError."""
@@ -160,10 +162,10 @@ class _Trial:
             torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view(leaf.shape).to(leaf.dtype) for leaf in made
         ]
         parameters = list(self.module.parameters())
-        inputs, taken = tree_flatten(tree_map(inversion.learning, self.x))
-        right = inversion.plain_gradients(self.stage, self.moment, inputs, taken, parameters, slopes)
+        inputs, taken = tree_flatten(tree_map(learning, self.x))
+        right = plain_gradients(self.stage, self.moment, inputs, taken, parameters, slopes)
         with self._named("reversible_backward(output, gradient)"):
-            _, for_input, found = inversion.fused_gradients(
+            _, for_input, found = fused_gradients(
                 self.module, self.moment, list(map(torch.clone, made)), spec, parameters, slopes
             )
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
@@ -212,9 +214,9 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
     """What is against a module's inverse as it is now, and else against its fused backward; empty if nothing is."""
     if any(map(is_fake, tensors_in(value))):
         return "it is only estimated, and whether its inverse is right shows with values", ""
-    precision = inversion.precision_of(tensors_in(value))
+    precision = precision_of(tensors_in(value))
     # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
-    rtol = inversion.tolerance_of(precision) if precision in inversion.LOW_PRECISION else 1e-4
+    rtol = tolerance_of(precision) if precision in LOW_PRECISION else 1e-4
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:

@@ -14,21 +14,16 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.executor import recomputed
-from lightning_rotor.execution.inversion import (
-    Roots,
-    Way,
-    can_be_fused,
-    gradients_for,
-    learning,
-    roots_of,
-    run_inverted,
-)
+from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
+from lightning_rotor.execution.nested_backward import Roots, gradients_for, learning, roots_of
 from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, outside_of_graphs
 from lightning_rotor.private.values import attribute_of
 from lightning_rotor.stages.generators import seeded
-from lightning_rotor.stages.sequential import DRAWING, Invertible, Stage, has_own_call, require_invertible
+from lightning_rotor.stages.inverses import Invertible, require_invertible
+from lightning_rotor.stages.known_layers import DRAWING, has_own_call
+from lightning_rotor.stages.sequential import Stage
 
 # -------------------------------------------------------------------- Couplings.
 

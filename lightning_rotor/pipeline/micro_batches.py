@@ -31,7 +31,8 @@ from lightning_rotor.pipeline.partition.search import even_balance
 from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
-from lightning_rotor.stages.sequential import Stage, Wiring
+from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.stages.wiring import Wiring
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call."""

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut, cut_graph, sequentialize
+from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
+from lightning_rotor.capture.sequentialize import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
@@ -44,7 +45,7 @@ from lightning_rotor.private.values import call_with, tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.snapshot import code_of, globals_of
+from lightning_rotor.stages.user_code import code_of, globals_of
 from lightning_rotor.units import parse_limit
 
 _log = logging.getLogger(__name__)

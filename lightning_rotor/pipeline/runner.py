@@ -33,13 +33,15 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import Settings, run_stage
+from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment_state import SegmentState
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, mixed, with_seeds
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
@@ -47,7 +49,8 @@ from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
-from lightning_rotor.stages.sequential import Stage, Wire, Wiring, packed, unpacked, wiring_of
+from lightning_rotor.stages.sequential import Stage, wiring_of
+from lightning_rotor.stages.wiring import Wire, Wiring, packed, unpacked
 
 Cut: TypeAlias = SequentialCut | GraphCut
 Inputs: TypeAlias = Sequence[Sequence[Any]]  # by micro-batch, what the chain takes; elsewhere shapes alone matter

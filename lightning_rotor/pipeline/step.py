@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_rotor.execution.passes import Settings
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, join, mixed, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute

@@ -21,7 +21,7 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain, UnlikeChainsError, combined
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import ReferenceType
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
-from lightning_rotor.execution.executor import Pending
+from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.prepared import Prepared, Turn

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_rotor.capture.guards import ModuleFacts
+from lightning_rotor.capture.module_facts import ModuleFacts
 from lightning_rotor.planned.prepared import Costs, Prepared, Turn, costs_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan

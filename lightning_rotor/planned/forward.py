@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
-from lightning_rotor.execution.executor import await_backward
 from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.pending import await_backward
 from lightning_rotor.planned.attachment import inactive
 from lightning_rotor.planned.budget_source import BudgetSource, CallBegins, CallRan, NoChain, ProfilerBusy, objection
 from lightning_rotor.planned.key_value_caches import KeyValueCaches

@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_rotor.capture.cuts import WAYS, GraphCut, SequentialCut, sequentialize
-from lightning_rotor.capture.guards import ModuleFacts, Watch
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.module_facts import ModuleFacts
+from lightning_rotor.capture.sequentialize import WAYS, SequentialCut, sequentialize
+from lightning_rotor.capture.watch import Watch
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.planned.signature import Modes, Signature, modes_of
 from lightning_rotor.private.sharding import unrecorded
@@ -19,8 +21,8 @@ from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors
 from lightning_rotor.profiling.dry_run import require_same, undrawn
 from lightning_rotor.profiling.ranks import ALONE, Ranks
-from lightning_rotor.stages.generators import leaving_alone
-from lightning_rotor.stages.sequential import is_plain_stock
+from lightning_rotor.stages.known_layers import is_plain_stock
+from lightning_rotor.stages.other_threads import leaving_alone
 
 _log = logging.getLogger(__name__)
 # Recordings after which the user is warned: each takes as long as several steps.

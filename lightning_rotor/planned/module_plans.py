@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
-from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.capture.sequentialize import check_module
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import (
     BudgetError,

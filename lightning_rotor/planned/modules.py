@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.capture.compiled import taken_apart
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.planned.attachment import (
     ForwardInPlace,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_rotor.capture.guards import version_of
-from lightning_rotor.execution.passes import buffers_of
+from lightning_rotor.capture.copies import version_of
+from lightning_rotor.execution.lent_tensors import buffers_of
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import any_hooks_of_all, copy_each
 from lightning_rotor.private.values import tree_leaves, uncounted_copy

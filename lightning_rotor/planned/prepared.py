@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.execution.executor import TIMED_CALLS, Executor, Stopwatch
+from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.stopwatch import TIMED_CALLS, Stopwatch
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile

@@ -10,7 +10,7 @@ from weakref import ReferenceType
 import torch
 
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.execution.executor import Pending
+from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planned.prepared import Costs, Prepared, Turn

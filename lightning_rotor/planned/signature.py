@@ -10,16 +10,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cuts import GraphCut, SequentialCut
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.planning.size_bounds import Shapes
+from lightning_rotor.private.autocast import AutocastState, autocast_state
 from lightning_rotor.private.values import tensors_in, tree_leaves
 
 Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
 """Type and device of a tensor, and whether a gradient is due for it."""
 Modes: TypeAlias = tuple[tuple[bool, ...], tuple[tuple[bool, torch.dtype], ...]]
 """Which submodules train (dropout may be off), and which parameters learn, with their types."""
-Autocast: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
-"""For the CPU and for CUDA, whether autocast is on, and its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Signature:
     shapes: Shapes
     kinds: tuple[Kind, ...]
     cut: SequentialCut | GraphCut
-    autocast: Autocast
+    autocast: AutocastState
     modes: Modes
 
     @classmethod
@@ -49,7 +49,7 @@ class Signature:
             for total in cut.recording.guards.totals:
                 shapes.append((total,))
         kinds = tuple(map(_kind_of, tensors))
-        return cls(tuple(shapes), kinds, cut, autocast_now(), modes)
+        return cls(tuple(shapes), kinds, cut, autocast_state(), modes)
 
     def is_of(self, value: Any) -> bool:
         """True if a call with this input has the signature, as far as the facts of its module do not say."""
@@ -59,7 +59,7 @@ class Signature:
             return False
         if tuple(map(_kind_of, tensors)) != self.kinds:
             return False
-        return autocast_now() == self.autocast
+        return autocast_state() == self.autocast
 
     @property
     def has_totals(self) -> bool:
@@ -100,11 +100,3 @@ def modes_of(module: nn.Module, submodules: Sequence[nn.Module]) -> Modes:
 
 def _kind_of(tensor: torch.Tensor) -> Kind:
     return tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def autocast_now() -> Autocast:
-    """The state of autocast in this thread."""
-    return (
-        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
-        (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
-    )

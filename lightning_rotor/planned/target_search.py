@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 from torch import nn
 
-from lightning_rotor.capture.cuts import check_module
+from lightning_rotor.capture.sequentialize import check_module
 from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.profiling.step_compute import StepCompute
 

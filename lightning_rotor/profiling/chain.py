@@ -31,16 +31,16 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules
-from lightning_rotor.capture.cuts import NO_CHECKPOINTS
+from lightning_rotor.capture.copies import Copies
 from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.capture.guards import Copies
+from lightning_rotor.capture.sequentialize import NO_CHECKPOINTS
 from lightning_rotor.chain import Chain, Skip, StageCost
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
-from lightning_rotor.execution.passes import autocast_enabled
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
+from lightning_rotor.private.autocast import autocast_enabled
 from lightning_rotor.private.sharding import Unit, UnitSizes, gathered, units_in
 from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled, without_hooks_of_several
 from lightning_rotor.private.values import bytes_of, require_tensors, tensors_in
@@ -65,8 +65,12 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     layouts_from,
 )
-from lightning_rotor.stages.generators import GeneratorStates, drawn_since, leaving_alone
-from lightning_rotor.stages.sequential import Stage, is_invertible, unpacked, wiring_of
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.inverses import is_invertible
+from lightning_rotor.stages.other_threads import leaving_alone
+from lightning_rotor.stages.sequential import Stage, wiring_of
+from lightning_rotor.stages.wiring import unpacked
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------- Parameters that several stages share: the engine sums their gradients before it hands them on.

@@ -23,12 +23,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_rotor.capture.cuts import GraphCut
-from lightning_rotor.capture.guards import firsts_of
+from lightning_rotor.capture.call import firsts_of
+from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.errors import InverseError, ModelError
-from lightning_rotor.execution.executor import recomputed
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import dropping_saved, repeating, run_stage
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.messages import copied_as_they_are
 from lightning_rotor.private.undoing import undone
@@ -42,9 +42,13 @@ from lightning_rotor.private.values import (
     tree_unflatten,
 )
 from lightning_rotor.profiling.scan import Boundary
-from lightning_rotor.stages.generators import GeneratorStates, drawn_since, others_may_draw
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.holders import PLAIN
+from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage, wiring_of
-from lightning_rotor.stages.snapshot import PLAIN, Snapshot, code_of
+from lightning_rotor.stages.snapshot import Snapshot
+from lightning_rotor.stages.user_code import code_of
 
 _aten = torch.ops.aten
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.flop_counter import flop_registry
 
-from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.torch_names import (
     DataDependentOutputException,

@@ -22,10 +22,12 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from lightning_rotor.capture.compiled import CannotRepeatError, CompiledModules
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.executor import recomputed, typical
-from lightning_rotor.execution.inversion import Way, is_whole
+from lightning_rotor.execution.boundary import is_whole
+from lightning_rotor.execution.inversion import Way
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import repeating, run_stage
+from lightning_rotor.execution.segment import recomputed
+from lightning_rotor.execution.stopwatch import typical
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions, Meter, meter_for
 from lightning_rotor.profiling.stage import (

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_rotor.capture.cuts import NO_CHECKPOINTS
+from lightning_rotor.capture.sequentialize import NO_CHECKPOINTS
 from lightning_rotor.chain import Skip
 from lightning_rotor.errors import ModelError
-from lightning_rotor.execution.inversion import graph_behind
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, kept_parameters, lent_buffers
+from lightning_rotor.execution.nested_backward import graph_behind
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.private.messages import NOT_ARRIVED, is_on_its_way
 from lightning_rotor.private.sharding import gathered, units_in
@@ -47,8 +47,11 @@ from lightning_rotor.private.values import (
     watch_containers,
 )
 from lightning_rotor.profiling.ranks import ALONE, Ranks
-from lightning_rotor.stages.generators import GeneratorStates, drawn_since
-from lightning_rotor.stages.sequential import DRAWING, Stage, is_plain_stock, merge, unpacked, wiring_of
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.known_layers import DRAWING, is_plain_stock
+from lightning_rotor.stages.sequential import Stage, merge, wiring_of
+from lightning_rotor.stages.wiring import unpacked
 from lightning_rotor.units import in_blocks
 
 # --------------------- What a stage takes while a chain is measured: tensors in any nesting of tuples, lists and dicts.

@@ -18,9 +18,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from lightning_rotor.chain import Option, StageCost
 from lightning_rotor.errors import ModelError
-from lightning_rotor.execution.executor import recomputed
-from lightning_rotor.execution.inversion import Output, Way, run_inverted
-from lightning_rotor.execution.passes import buffers_of, run_stage
+from lightning_rotor.execution.boundary import Output
+from lightning_rotor.execution.inversion import Way, run_inverted
+from lightning_rotor.execution.lent_tensors import buffers_of
+from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, name_of_node, sparse_parts, version_of
 from lightning_rotor.private.values import (

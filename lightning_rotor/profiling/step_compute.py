@@ -40,7 +40,7 @@ from lightning_rotor.profiling.dry_run import (
     run_dry,
     without_trace,
 )
-from lightning_rotor.stages.snapshot import is_users
+from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)
 # A loop that waits for a value would never end, since values do not change.

@@ -27,7 +27,8 @@ from rich.console import Console
 from torch import nn
 
 from lightning_rotor import __version__
-from lightning_rotor.capture.cuts import GraphCut, sequentialize
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError, RotorWarning, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from

@@ -14,19 +14,13 @@ tensor only its version is known.
 
 from __future__ import annotations
 
-import dis
-import os
-import random
-import sys
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
-from operator import is_
-from pathlib import Path
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
 from weakref import ReferenceType
 
 import numpy as np
@@ -36,27 +30,44 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import attribute_of, bytes_of, is_fake, uncounted_copy
+from lightning_rotor.private.values import bytes_of, is_fake, uncounted_copy
+from lightning_rotor.stages.containers import copy_of_bytes, entries_of, items_of, length_of
 from lightning_rotor.stages.generators import rewinding
+from lightning_rotor.stages.holders import (
+    ARRAY,
+    BYTES,
+    CELL,
+    CLASS_ENTRIES,
+    DICT,
+    ENTRIES,
+    GENERATORS,
+    LIBRARIES,
+    LIST,
+    NAMESPACE,
+    PLAIN,
+    SET,
+    SLOTS,
+    TENSORS,
+    VARIABLE,
+    Kind,
+    drop_names,
+    namespace_of,
+    slots_of,
+)
+from lightning_rotor.stages.user_code import OUR_FOLDER, globals_of, is_own, is_users, is_users_class
 
 SMALL_BYTES = 64 * 1024
 """Below this, remembering costs less than thinking about it."""
+MOST_ENTRIES = 1_000
+"""A longer list or dict is put back, but its entries are not followed."""
 _MUCH_BYTES = 64 * 1024**2
 _MOST_VALUES = 20_000
-MOST_ENTRIES = 1_000
-"""What is in a longer list or dict is put back, but not followed."""
-ABSENT = object()
-"""In the place of a variable that has no value."""
 
 _OURS_TO_KEEP = frozenset(("_lightning_rotor", "training"))
-_LIBRARIES = frozenset(
-    ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_rotor",
-     *sys.stdlib_module_names)
-)  # fmt: skip
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""Types of values that never change."""
-GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _DATA = (*PLAIN, list, dict, set, deque, tuple, torch.Tensor, np.ndarray, nn.Module, type, ContextVar, *GENERATORS)
+"""Types of attributes for which an object of a library is followed: it holds nothing but data."""
+_TORCHS_LAYERS = "torch.nn.modules."
+_OURS = "lightning_rotor."
 
 
 class Snapshot:
@@ -78,9 +89,13 @@ class Snapshot:
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
         self._roots, self._hooks, self._follows_objects, self._small_bytes = tuple(roots), hooks, objects, small_bytes
-        self._kept: list[tuple[Kind, Any, Any]] = []  # how each thing is put back, the thing, and what was in it
+        # Rows of a kind, an owner and its content.
+        self._kept: list[tuple[Kind, Any, Any]] = []
+        # Rows of a tensor, its version and a copy.
         self._tensors: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
+        # Functions that set a generator back.
         self._generators: list[Callable[[], object]] = []
+        # By id, kept alive so that no other thing gets it.
         self._seen: dict[int, Any] = {}
         self.objects: set[int] = set()
         self._pending: list[Any] = []
@@ -89,8 +104,6 @@ class Snapshot:
     def again(self) -> Snapshot:
         """A new snapshot of what this one has seen, and of what can be reached now."""
         return Snapshot(self._roots, also=self._seen.values(), small_bytes=self._small_bytes)
-
-    # ---------------------------------------------------------------- putting back
 
     def restore(self, leaving: Collection[int] = ()) -> None:
         """Put everything back but attributes in ``leaving``; ``ExecutionError`` if a changed tensor has no copy."""
@@ -102,13 +115,20 @@ class Snapshot:
                     lost = tensor
                 else:
                     tensor.copy_(copy)
+        # Last, so that all the rest is back whoever catches this.
         if lost is not None:
             raise _lost(lost)
 
     def lend(self) -> None:
         """Put everything back, but with copies in the place of small tensors and arrays, which may then change."""
-        loans: dict[int, Any] = {id(tensor): copy.clone() for tensor, _, copy in self._tensors if copy is not None}
-        loans.update((id(array), copy.copy()) for kind, array, copy in self._kept if kind is _ARRAY)
+        # Copies of the copies, as there may be another replay after this one.
+        loans: dict[int, Any] = {}
+        for tensor, _, copy in self._tensors:
+            if copy is not None:
+                loans[id(tensor)] = copy.clone()
+        for kind, owner, content in self._kept:
+            if kind is ARRAY:
+                loans[id(owner)] = content.copy()
         self._put(loans, ())
 
     def rewind(self) -> None:
@@ -117,22 +137,23 @@ class Snapshot:
 
     def _put(self, loans: Mapping[int, Any] | None, leaving: Collection[int]) -> None:
         for kind, owner, content in self._kept:
-            if id(owner) in leaving or (loans and kind is _ARRAY):
+            if id(owner) in leaving or (loans and kind is ARRAY):
                 continue
-            if kind is _TENSORS and loans is not None:
-                _drop_names(owner, content)  # others may stand there in a second run: gathered by FSDP, or lent
+            if kind is TENSORS and loans is not None:
+                # Others may stand there in a second run: gathered by FSDP, or lent.
+                drop_names(owner, content)
             else:
                 kind.put(owner, _with_loans(content, loans) if loans else content)
         for rewind in self._generators:
             rewind()
 
-    # ---------------------------------------------------------------- asking
-
     def changed_large(self) -> list[Any]:
         """Long containers and large arrays that have changed."""
-        return [
-            owner for kind, owner, content in self._kept if _is_large(kind, content) and not kind.same(owner, content)
-        ]
+        changed = []
+        for kind, owner, content in self._kept:
+            if _is_large(kind, content) and not kind.same(owner, content):
+                changed.append(owner)
+        return changed
 
     @property
     def copied(self) -> list[torch.Tensor]:
@@ -141,13 +162,17 @@ class Snapshot:
 
     def changed(self) -> set[int]:
         """Things that have changed, by ``id``."""
-        found = {id(owner) for kind, owner, content in self._kept if not kind.same(owner, content)}
-        return found | {id(tensor) for tensor, _ in self._changed_tensors()}
+        changed = {id(tensor) for tensor, _ in self._changed_tensors()}
+        for kind, owner, content in self._kept:
+            if not kind.same(owner, content):
+                changed.add(id(owner))
+        return changed
 
     @property
     def owners(self) -> set[int]:
         """Things in it that can change, by ``id``."""
-        return {id(owner) for _, owner, _ in self._kept} | {id(tensor) for tensor, _, _ in self._tensors}
+        tensors = {id(tensor) for tensor, _, _ in self._tensors}
+        return tensors | {id(owner) for _, owner, _ in self._kept}
 
     def require_undoable(self) -> None:
         """Raise ``ExecutionError`` if a tensor has changed whose earlier value is gone, or cannot be lent."""
@@ -157,17 +182,25 @@ class Snapshot:
     def gone(self) -> list[torch.Tensor]:
         """Tensors that have changed and cannot be put back or lent."""
         changed = self._changed_tensors()
-        slots = {id(value) for kind, _, content in self._kept for value in kind.values(content)} if changed else ()
-        return [
-            tensor for tensor, copy in changed if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in slots
-        ]
+        if not changed:
+            return []
+        # A copy can be lent where a container or an attribute has the tensor.
+        in_containers: set[int] = set()
+        for kind, _, content in self._kept:
+            in_containers.update(map(id, kind.values(content)))
+        gone = []
+        for tensor, copy in changed:
+            if copy is None or tensor.nbytes > SMALL_BYTES or id(tensor) not in in_containers:
+                gone.append(tensor)
+        return gone
 
     def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
 
-    # ---------------------------------------------------------------- what is followed
-
     def _look(self, also: Iterable[object]) -> None:
+        """Follow everything from the roots."""
+        # A loop in the place of recursion, as chains of objects may be longer than Python's stack. This is done before
+        # every run that must leave no trace, so looking at a value is one call, chosen by its type.
         modules = [root for root in self._roots if isinstance(root, nn.Module)]
         self._seen.update((id(module), module) for module in modules)
         for module in modules:
@@ -176,15 +209,18 @@ class Snapshot:
         if self._hooks:
             self._hook_tables(private.hook_tables(None))
         self._pending += (*also, *self._roots)
-        left_out = () if self._follows_objects else _OBJECTS
+        left_out = () if self._follows_objects else _LOOKS_AT_OBJECTS
+        # Bounded, for everything may hang together with everything.
         while self._pending and len(self._seen) < _MOST_VALUES:
             value = self._pending.pop()
-            look = _LOOKS[type(value)] if type(value) in _LOOKS else _look_for(type(value))
+            kind = type(value)
+            look = _LOOKS[kind] if kind in _LOOKS else _look_for(kind)
             if look is not None and id(value) not in self._seen and look not in left_out:
                 self._seen[id(value)] = value
                 look(self, value)
 
     def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
+        """Remember a content, and follow its values."""
         self._kept.append((kind, owner, content))
         self._pending += kind.values(content)
 
@@ -195,90 +231,105 @@ class Snapshot:
         if self._hooks:
             self._hook_tables(private.hook_tables(module))
             for parameter in attributes["_parameters"].values():
-                self._pending += () if parameter is None else private.gradient_hooks(parameter)
-        if type(module).__module__.startswith("lightning_rotor."):
+                if parameter is not None:
+                    self._pending += private.gradient_hooks(parameter)
+        if type(module).__module__.startswith(_OURS):
             # A Checkpointable has its module as a plain attribute.
             self._pending += [value for value in attributes.values() if isinstance(value, nn.Module)]
             return
-        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self._kept.append((_DICT, attributes["_modules"], dict(attributes["_modules"])))
+        self._kept.append((NAMESPACE, attributes, dict(attributes)))
+        self._kept.append((DICT, attributes["_modules"], dict(attributes["_modules"])))
+        # Which tensors stand there. Their values are copied by others, see kept_parameters and lent_buffers.
         for name in ("_parameters", "_buffers"):
-            self._kept.append((_TENSORS, attributes[name], dict(attributes[name])))
-        self._pending += _values_of(attributes)
+            self._kept.append((TENSORS, attributes[name], dict(attributes[name])))
+        self._pending += _users_values(attributes)
 
     def _module(self, module: nn.Module) -> None:
         """Look at a module that is referred to: its hooks are not called, and nobody else sees to its buffers."""
-        is_torchs = type(module).__module__.startswith(("torch.nn.modules.", "lightning_rotor."))
-        if isinstance(module, torch.jit.ScriptModule) or is_torchs:
+        is_known = type(module).__module__.startswith((_TORCHS_LAYERS, _OURS))
+        if is_known or isinstance(module, torch.jit.ScriptModule):
             return
         attributes = module.__dict__
         self._pending.append(type(module))
-        self._kept.append((_NAMESPACE, attributes, dict(attributes)))
-        self._keep(_DICT, attributes["_buffers"], dict(attributes["_buffers"]))
-        self._pending += _values_of(attributes)
+        self._kept.append((NAMESPACE, attributes, dict(attributes)))
+        self._keep(DICT, attributes["_buffers"], dict(attributes["_buffers"]))
+        self._pending += _users_values(attributes)
 
     def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
         for table in tables:
-            self._kept.append((_DICT, table, dict(table)))
+            self._kept.append((DICT, table, dict(table)))
             self._pending += table.values()
 
     def _list(self, value: Any) -> None:
         entries = entries_of(value)
-        self._kept.append((_LIST, value, entries))
-        self._pending += entries if len(entries) <= MOST_ENTRIES else ()
+        self._kept.append((LIST, value, entries))
+        if len(entries) <= MOST_ENTRIES:
+            self._pending += entries
 
     def _dict(self, value: Any) -> None:
-        entries = dict(_items(value))
-        self._kept.append((_DICT, value, entries))
-        self._pending += entries.values() if len(entries) <= MOST_ENTRIES else ()
+        entries = dict(items_of(value))
+        self._kept.append((DICT, value, entries))
+        if len(entries) <= MOST_ENTRIES:
+            self._pending += entries.values()
 
     def _set(self, value: Any) -> None:
-        self._kept.append((_SET, value, set(value)))  # which calls no method of a set
+        # set() calls no method of a subclass.
+        self._kept.append((SET, value, set(value)))
 
     def _tuple(self, value: Any) -> None:
-        self._pending += entries_of(value) if length_of(value) <= MOST_ENTRIES else ()
+        if length_of(value) <= MOST_ENTRIES:
+            self._pending += entries_of(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
-        is_small = tensor.layout is torch.strided and bytes_of(tensor) <= self._small_bytes and not tensor.requires_grad
+        # Of what requires a gradient, a copy that is written back would be an operation of autograd's.
+        is_dense = tensor.layout is torch.strided
         copy = None
-        if is_small:
+        if is_dense and bytes_of(tensor) <= self._small_bytes and not tensor.requires_grad:
+            # Not in the memory of torch's allocator, whose peak is measured.
             copy = uncounted_copy(tensor) if tensor.is_contiguous() else tensor.detach().clone()
         self._tensors.append((tensor, private.version_of(tensor), copy))
 
     def _array(self, array: Any) -> None:
         if array.nbytes <= self._small_bytes and array.dtype != object:
-            self._kept.append((_ARRAY, array, np.ndarray.copy(array)))
+            self._kept.append((ARRAY, array, np.ndarray.copy(array)))
 
     def _bytes(self, value: Any) -> None:
-        self._kept.append((_BYTES, value, _bytes_base(value).__getitem__(value, slice(None))))
+        self._kept.append((BYTES, value, copy_of_bytes(value)))
 
     def _class(self, kind: type) -> None:
         """Look at the data that a class of the user's, or one that it is made from, has in its attributes."""
         for base in kind.__mro__:
-            if names := _data_in(base, len(vars(base))):
-                self._keep(CLASS_ENTRIES, base, {name: CLASS_ENTRIES.read(base, name) for name in names})
+            names = _data_in(base, len(vars(base)))
+            if names:
+                self._keep(CLASS_ENTRIES, base, _read_all(CLASS_ENTRIES, base, names))
 
     def _generator(self, generator: Any) -> None:
-        self._generators += filter(None, [rewinding(generator)])
+        rewind = rewinding(generator)
+        if rewind is not None:
+            self._generators.append(rewind)
 
     def _function(self, function: FunctionType) -> None:
         """Look at a function: variables around it, defaults, attributes, globals."""
-        if function.__code__.co_filename.startswith(_OURS):
+        code = function.__code__
+        # Variables of this library are none of the user's, and lead to everything.
+        if code.co_filename.startswith(OUR_FOLDER):
             return
         for cell in function.__closure__ or ():
             self._keep(CELL, cell, {"": CELL.read(cell, "")})
         self._pending += function.__defaults__ or ()
         self._pending += (function.__kwdefaults__ or {}).values()
-        self._keep(_NAMESPACE, function.__dict__, dict(function.__dict__))
-        if is_users(function.__code__.co_filename):
-            names = function.__globals__
-            self._keep(ENTRIES, names, {name: names.get(name, ABSENT) for name in globals_of(function.__code__)})
+        self._keep(NAMESPACE, function.__dict__, dict(function.__dict__))
+        if is_users(code.co_filename):
+            self._keep(ENTRIES, function.__globals__, _read_all(ENTRIES, function.__globals__, globals_of(code)))
 
     def _method(self, method: Any) -> None:
-        self._pending += (method.__func__,) if isinstance(method, MethodType) else ()
-        self._pending += () if isinstance(method.__self__, ModuleType) else (method.__self__,)
+        if isinstance(method, MethodType):
+            self._pending.append(method.__func__)
+        # A built-in function has its module there.
+        if not isinstance(method.__self__, ModuleType):
+            self._pending.append(method.__self__)
 
     def _partial(self, function: partial[Any]) -> None:
         self._pending += (function.func, *function.args)
@@ -288,28 +339,47 @@ class Snapshot:
         self._keep(VARIABLE, variable, {"": VARIABLE.read(variable, "")})
 
     def _reference(self, reference: ReferenceType[Any]) -> None:
-        self._pending += (reference(),)
+        self._pending.append(reference())
 
     def _object(self, value: Any) -> None:
         """Look at an object of the user's, or of a library if it holds nothing but data."""
+        kind = type(value)
         if self._follows_objects:
-            namespace, kind = namespace_of(value), type(value)
-            if namespace is not None and (
-                _is_own(kind) or all(issubclass(type(each), _DATA) for each in namespace.values())
-            ):
+            namespace = namespace_of(value)
+            if namespace is not None and (is_own(kind) or _holds_data(namespace)):
                 self.objects.add(id(namespace))
-                self._keep(_NAMESPACE, namespace, dict(namespace))
-            if slots := slots_of(kind):
-                self._keep(SLOTS, value, {name: slot(value, name) for name in slots})
-        for base, look in _FILLED:
-            if issubclass(type(value), base):
+                self._keep(NAMESPACE, namespace, dict(namespace))
+            slots = slots_of(kind)
+            if slots:
+                self._keep(SLOTS, value, _read_all(SLOTS, value, slots))
+        for base, look in _CONTAINERS:
+            if issubclass(kind, base):
                 look(self, value)
 
 
+def _read_all(kind: Kind, owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The values that an owner has under some names."""
+    return {name: kind.read(owner, name) for name in names}
+
+
+def _holds_data(namespace: Mapping[str, Any]) -> bool:
+    # Not isinstance, which asks an object for its class, and a proxy gives another.
+    return all(issubclass(type(value), _DATA) for value in namespace.values())
+
+
 def _is_large(kind: Kind, content: Any) -> bool:
-    if kind is _ARRAY:
+    if kind is ARRAY:
         return bool(content.nbytes > SMALL_BYTES)
-    return kind in (_LIST, _DICT, _SET) and len(content) > MOST_ENTRIES  # which is a container of Python's
+    # The content is a container of Python's own, so that len() is safe.
+    return kind in (LIST, DICT, SET) and len(content) > MOST_ENTRIES
+
+
+def _with_loans(content: Any, loans: Mapping[int, Any]) -> Any:
+    if isinstance(content, dict):
+        return {key: loans.get(id(value), value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [loans.get(id(value), value) for value in content]
+    return content
 
 
 def _lost(tensor: torch.Tensor) -> ExecutionError:
@@ -320,195 +390,31 @@ def _lost(tensor: torch.Tensor) -> ExecutionError:
     )
 
 
-# -------------------------------------------------------------------- how each kind of thing is put back
+def _users_values(attributes: Mapping[str, Any]) -> Iterator[Any]:
+    """Attributes of the user's. What functions among them refer to does not count, like code of classes."""
+    for name, value in attributes.items():
+        is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
+        if not is_ours and not issubclass(type(value), (FunctionType, MethodType, partial)):
+            yield value
 
 
-class Kind(NamedTuple):
-    """How to compare what something holds, to make it hold that again, and which values are in it to be followed."""
-
-    same: Callable[[Any, Any], bool]
-    write: Callable[[Any, Any], None]
-    values: Callable[[Any], Iterable[Any]] = lambda _: ()
-    read: Callable[[Any, str], Any] = getattr
-
-    def put(self, owner: Any, then: Any) -> None:
-        """Put back what something held, if it holds anything else."""
-        if not self.same(owner, then):
-            self.write(owner, then)
+@lru_cache(maxsize=1024)
+def _data_in(kind: type, _: int) -> list[str]:
+    """Names of the data in a class of the user's; the number of all its attributes only tells of new ones."""
+    if not is_users_class(kind):
+        return []
+    attributes = vars(kind).items()
+    return [name for name, value in attributes if issubclass(type(value), _DATA) and not name.startswith("__")]
 
 
-def _with_loans(content: Any, loans: Mapping[int, Any]) -> Any:
-    if isinstance(content, dict):
-        return {key: loans.get(id(value), value) for key, value in content.items()}
-    return [loans.get(id(value), value) for value in content] if isinstance(content, list) else content
-
-
-# ------- Contents of containers. A user's class may make entries anew whenever it is asked, refuse len(), or lie, so
-# that the container it derives from is asked.
-
-_CONTAINERS: tuple[type, ...] = (tuple, list, dict, set, frozenset, deque)
-
-
-def _base_of(container: Any) -> Any:
-    return next(base for base in _CONTAINERS if issubclass(type(container), base))
-
-
-def length_of(container: Any) -> int:
-    """Number of entries in a container of Python's, or of a class that derives from one."""
-    return int(_base_of(container).__len__(container))
-
-
-def entries_of(container: Any) -> list[Any]:
-    """Entries of a container of Python's, or of a class that derives from one; keys of a dict."""
-    return [*_base_of(container).__iter__(container)]
-
-
-def _items(entries: Any) -> Iterable[tuple[Any, Any]]:
-    """Entries of a dict."""
-    return OrderedDict.items(entries) if isinstance(entries, OrderedDict) else dict.items(entries)
-
-
-def _bytes_base(value: Any) -> Any:
-    return bytearray if isinstance(value, bytearray) else array
-
-
-def _same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:
-    return dict.__len__(entries) == len(then) and all(
-        key is key_then and value is value_then
-        for (key, value), (key_then, value_then) in zip(_items(entries), then.items(), strict=True)
-    )
-
-
-def _write_entries(entries: Any, then: Mapping[Any, Any]) -> None:
-    base = OrderedDict if isinstance(entries, OrderedDict) else dict
-    base.clear(entries)
-    base.update(entries, then)
-
-
-def _drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
-    for name in [name for name in namespace if name not in then]:
-        del namespace[name]
-
-
-def _write_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
-    """Set attributes one by one: another thread may look at them meanwhile, and their order does not matter."""
-    _drop_names(namespace, then)
-    ENTRIES.write(namespace, then)
-
-
-def _same_list(entries: Any, then: list[Any]) -> bool:
-    return length_of(entries) == len(then) and all(map(is_, entries_of(entries), then))
-
-
-def _write_list(entries: Any, then: list[Any]) -> None:
-    if isinstance(entries, list):
-        list.__setitem__(entries, slice(None), then)
-    else:
-        deque.clear(entries)
-        deque.extend(entries, then)
-
-
-def _write_set(entries: Any, then: set[Any]) -> None:
-    set.clear(entries)
-    set.update(entries, then)
-
-
-def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> Kind:
-    """The values of some names of an owner."""
-
-    def same(owner: Any, then: Mapping[str, Any]) -> bool:
-        return all(read(owner, name) is value for name, value in then.items())
-
-    def write_changed(owner: Any, then: Mapping[str, Any]) -> None:
-        for name, value in then.items():
-            if read(owner, name) is value:
-                continue
-            if value is ABSENT:
-                remove(owner, name)
-            else:
-                write(owner, name, value)
-
-    return Kind(same, write_changed, dict.values, read)
-
-
-def dict_of_thread(local: Any) -> dict[str, Any]:
-    """The attributes that this thread sees in a ``threading.local``."""
-    found: dict[str, Any] = vars(local)
-    return found
-
-
-def _keep_it(*_: Any) -> None:
-    """Do nothing."""
-
-
-def _content(cell: CellType, _: str) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not assigned yet
-        return ABSENT
-
-
-def slot(owner: Any, name: str) -> Any:
-    """What is in a slot, or a mark if there is nothing."""
-    return attribute_of(owner, name, ABSENT)
-
-
-_DICT = Kind(_same_entries, _write_entries, dict.values)
-_NAMESPACE = Kind(_same_entries, _write_names, dict.values)
-_TENSORS = Kind(_same_entries, _write_entries)
-_LIST = Kind(_same_list, _write_list, iter)
-_SET = Kind(lambda now, then: set(map(id, entries_of(now))) == set(map(id, then)), _write_set)
-_ARRAY = Kind(
-    lambda now, then: np.ndarray.tobytes(now) == np.ndarray.tobytes(then),
-    lambda now, then: np.ndarray.__setitem__(now, ..., then),
-)
-_BYTES = Kind(
-    lambda now, then: bytes(memoryview(now)) == bytes(memoryview(then)),
-    lambda now, then: _bytes_base(now).__setitem__(now, slice(None), then),
-)
-ENTRIES = _by_name(lambda names, name: names.get(name, ABSENT), dict.__setitem__, dict.__delitem__)
-"""Some entries of a namespace; of a class; the variable of a closure, whatever it is called."""
-CLASS_ENTRIES = _by_name(lambda kind, name: vars(kind).get(name, ABSENT), setattr, delattr)
-SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
-ATTRIBUTE = _by_name(lambda owner, name: getattr(owner, name, ABSENT), setattr, delattr)
-OWN_THREAD = _by_name(
-    lambda owner, name: dict_of_thread(owner).get(name, ABSENT),
-    lambda owner, name, value: dict_of_thread(owner).update({name: value}),
-    lambda owner, name: dict_of_thread(owner).pop(name),
-)
-"""Attributes of a ``threading.local``, which differ from thread to thread."""
-VARIABLE = _by_name(lambda variable, _: variable.get(ABSENT), lambda variable, _, value: variable.set(value), _keep_it)
-REFERENT = _by_name(lambda reference, _: reference(), _keep_it, _keep_it)
-"""What a context variable has now, and what a weak reference refers to; nobody can set these back to nothing."""
-CELL = _by_name(
-    _content,
-    lambda cell, _, value: setattr(cell, "cell_contents", value),
-    lambda cell, _: delattr(cell, "cell_contents"),
-)
-
-
-# -------------------------------------------------------------------- what is followed
-
-
-def _look_for(kind: type) -> Callable[[Snapshot, Any], None] | None:
-    """The way to look at values of a type; None if nothing about them can change or matters."""
-    is_librarys = kind.__module__.partition(".")[0] in _LIBRARIES
-    other: Callable[[Snapshot, Any], None] | None = Snapshot._object
-    if is_librarys and kind.__module__ not in ("types", "collections", "weakref", "__main__"):
-        other = next((look for base, look in _FILLED if issubclass(kind, base)), None)
-    found = next((look for base, look in _KINDS if issubclass(kind, base)), other)
-    if is_librarys:  # others may be gone some day
-        _LOOKS[kind] = found
-    return found
-
-
-_FILLED: tuple[tuple[type | tuple[type, ...], Callable[[Snapshot, Any], None]], ...] = (
+_Look: TypeAlias = Callable[[Snapshot, Any], None]
+_CONTAINERS: tuple[tuple[type | tuple[type, ...], _Look], ...] = (
     ((list, deque), Snapshot._list),
     (dict, Snapshot._dict),
     (set, Snapshot._set),
     ((tuple, frozenset), Snapshot._tuple),
 )
-_KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
+_OTHERS: tuple[tuple[Any, _Look | None], ...] = (
     (type, Snapshot._class),
     ((bytearray, array), Snapshot._bytes),
     ((*PLAIN, ModuleType, BaseException, Dataset, DataLoader), None),
@@ -522,94 +428,33 @@ _KINDS: tuple[tuple[Any, Callable[[Snapshot, Any], None] | None], ...] = (
     (ContextVar, Snapshot._variable),
     (ReferenceType, Snapshot._reference),
 )
-_OBJECTS = tuple(look for base, look in _KINDS if base is not GENERATORS)
-_LOOKS: dict[type, Callable[[Snapshot, Any], None] | None] = {
-    **dict.fromkeys(PLAIN), list: Snapshot._list, dict: Snapshot._dict, tuple: Snapshot._tuple,
-}  # fmt: skip
+_LOOKS_AT_OBJECTS = tuple(look for base, look in _OTHERS if base is not GENERATORS)
+_LOOKS: dict[type, _Look | None] = dict.fromkeys(PLAIN)
+"""How to look at values of each type, as far as it was asked. Nearly all values are of a type in here."""
+_LOOKS.update({list: Snapshot._list, dict: Snapshot._dict, tuple: Snapshot._tuple})
+_LIBRARIES_OF_DATA = ("types", "collections", "weakref", "__main__")
+"""Modules of Python whose objects are followed like the user's."""
 
 
-def _values_of(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Attributes of the user's. What functions among them refer to does not count, like code of classes."""
-    for name, value in attributes.items():
-        is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
-        if not is_ours and not issubclass(type(value), (FunctionType, MethodType, partial)):
-            yield value
+def _look_for(kind: type) -> _Look | None:
+    """The way to look at values of a type; None if nothing about them can change or matters."""
+    is_librarys = kind.__module__.partition(".")[0] in LIBRARIES
+    listed = [look for base, look in _OTHERS if issubclass(kind, base)]
+    look: _Look | None
+    if listed:
+        look = listed[0]
+    elif is_librarys and kind.__module__ not in _LIBRARIES_OF_DATA:
+        look = _look_for_container(kind)
+    else:
+        look = Snapshot._object
+    # A class of the user's may be gone some day.
+    if is_librarys:
+        _LOOKS[kind] = look
+    return look
 
 
-def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
-    """Functions in the user's own classes of modules."""
-    kinds = dict.fromkeys(base for module in modules for base in type(module).__mro__ if _is_own(base))
-    return (entry for kind in kinds for entry in vars(kind).values() if isinstance(entry, FunctionType))
-
-
-@cache
-def is_users(filename: str) -> bool:
-    """True if code is neither torch's nor Python's nor ours, nor that of a test's runner."""
-    # An ``assert`` in a forward that pytest has rewritten leads to all tests of the session.
-    if filename.startswith(_TORCHS_AND_OURS) or f"{os.sep}_pytest{os.sep}" in filename:
-        return False
-    return not filename.startswith(_PYTHONS) or "-packages" in filename
-
-
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
-_TORCHS_AND_OURS = (f"{Path(torch.__file__).parent}{os.sep}", _OURS)
-_PYTHONS = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
-
-
-def _is_own(kind: type) -> bool:
-    """True if a class comes from the user's own files."""
-    return "-packages" not in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
-
-
-def is_users_class(kind: type) -> bool:
-    """True if a class is neither torch's nor Python's nor ours."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""  # a notebook has none
-    return kind.__module__ != "builtins" and is_users(file)
-
-
-@lru_cache(maxsize=1024)
-def _data_in(kind: type, _: int) -> list[str]:
-    """Names of the data in a class of the user's; the number of all its attributes only tells of new ones."""
-    if not is_users_class(kind):
-        return []
-    return [name for name, value in vars(kind).items() if issubclass(type(value), _DATA) and not name.startswith("__")]
-
-
-def namespace_of(holder: Any) -> dict[str, Any] | None:
-    """The dict of an object's attributes, or None. Runs no code of the object's class."""
-    try:
-        found = object.__getattribute__(holder, "__dict__")
-    except AttributeError:
-        return None
-    return found if type(found) is dict else None
-
-
-def slots_of(kind: type) -> list[str]:
-    """Names of the slots of a class; none of a library's."""
-    if kind.__module__.partition(".")[0] in _LIBRARIES:
-        return []
-    # Not __slots__, in which private names are not spelled as they are looked up, and which may be used up.
-    return [
-        name
-        for base in kind.__mro__
-        for name, entry in vars(base).items()
-        if type(entry) is MemberDescriptorType and base is not object
-    ]
-
-
-_SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
-
-
-@lru_cache(maxsize=4096)
-def globals_of(code: CodeType, *, only_set: bool = False) -> tuple[str, ...]:
-    """Names that code, and functions in it, look up or set among globals. Names of attributes are not among them."""
-    return tuple(dict.fromkeys(_names_in(code, _SETS if only_set else ("LOAD_GLOBAL", "LOAD_NAME", *_SETS))))
-
-
-def _names_in(code: CodeType, operations: Collection[str]) -> Iterator[str]:
-    for step in dis.get_instructions(code):
-        if step.opname in operations:
-            yield str(step.argval)
-    for inside in code.co_consts:
-        if isinstance(inside, CodeType):
-            yield from _names_in(inside, operations)
+def _look_for_container(kind: type) -> _Look | None:
+    for base, look in _CONTAINERS:
+        if issubclass(kind, base):
+            return look
+    return None

@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.execution.isolated import kept_attributes
-from lightning_rotor.execution.passes import Settings, is_recomputing
+from lightning_rotor.execution.passes import is_recomputing
+from lightning_rotor.execution.settings import Settings
 from lightning_rotor.invertible.layers import accumulate
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, mean_by_rows, rows_in

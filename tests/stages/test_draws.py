@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_rotor import Checkpointable, RotorCallback, RotorWarning
-from lightning_rotor.stages.generators import HOST, NUMPY, PYTHON, GeneratorStates, drawn_since
+from lightning_rotor.stages.draws import drawn_since
+from lightning_rotor.stages.generators import HOST, NUMPY, PYTHON, GeneratorStates
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_rotor.capture import boundaries
 from lightning_rotor.capture.boundaries import MOST_STAGES, thinned
-from lightning_rotor.capture.cuts import sequentialize
+from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.planning import plan
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule

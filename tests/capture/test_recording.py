@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from lightning_rotor import Checkpointable, ExecutionError, ModelError, sequentialize
-from lightning_rotor.capture.cuts import GraphCut, cut_graph
+from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable, RotorCallback
-from lightning_rotor.stages.snapshot import Snapshot, entries_of, length_of
+from lightning_rotor.stages.containers import entries_of, length_of
+from lightning_rotor.stages.snapshot import Snapshot
 
 METHODS = (
     *("__len__", "__iter__", "__eq__", "__ne__", "__bool__", "__getitem__", "__repr__", "__contains__", "__reversed__"),

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from lightning_rotor.capture.graph_stage import OF, GraphSlice
+from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.capture.node_facts import OF
 
 
 def slice_of(graph: fx.Graph, output: Any) -> GraphSlice:

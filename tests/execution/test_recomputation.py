@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor import Checkpointable
 from lightning_rotor.errors import ExecutionError
-from lightning_rotor.execution.executor import recomputed
+from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.schedule import Schedule
 
 

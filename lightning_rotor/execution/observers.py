@@ -1,0 +1,177 @@
+"""Hooks that only look (rule 8 of ``passes``).
+
+What they do outside of Python, such as writing a line to a file, must not happen again in a recomputation. A hook only
+looks if, in the first pass, it returned nothing, changed no tensor, and set nothing that code which runs again may
+read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from operator import gt
+from sys import getrefcount
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import is_made_of_others, plain_parts, tensors_in
+from lightning_rotor.stages.containers import length_of
+from lightning_rotor.stages.known_layers import has_own_code
+from lightning_rotor.stages.snapshot import Snapshot
+
+
+class _Registered(NamedTuple):
+    """A hook in its module's table, where a watched one stands in its place for a pass."""
+
+    table: dict[int, Any]
+    key: int
+    watched: _Watched
+
+
+class Observers:
+    """Watches the hooks of some modules, or hooks that their own code may call, during one pass."""
+
+    __slots__ = ("_modules", "_quiet", "_registered")
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._registered: list[_Registered] = []
+        # Tables and keys of the hooks that only look.
+        self._quiet: list[tuple[dict[int, Any], int]] = []
+
+    def watch(self) -> None:
+        """Begin to watch."""
+        # None stands for the hooks of all modules.
+        for module in (None, *self._modules):
+            for table in private.hook_tables(module, private.HOOKS[:2]):
+                for key, hook in [*table.items()]:
+                    # A watch of a surrounding pass hears of it, too.
+                    table[key] = watched = _Watched(hook, module)
+                    self._registered.append(_Registered(table, key, watched))
+
+    def settle(self, before: Snapshot) -> None:
+        """End the pass; ``before`` is what its code can reach, as it was."""
+        for table, key, watched in self._registered:
+            # Otherwise the hook is gone, or another stands in its place now.
+            if table.get(key) is watched:
+                table[key] = watched.hook
+        quiet = [entry for entry in self._registered if not entry.watched.acted]
+        quiet = self._without_collectors(quiet)
+        quiet = self._without_writers(quiet, before)
+        self._quiet = [(table, key) for table, key, _ in quiet]
+        self._registered = []
+
+    def _without_collectors(self, quiet: list[_Registered]) -> list[_Registered]:
+        """Those that are not inside of code which may read what hooks collect."""
+        # Code around hooked modules may read what hooks keep, wherever that is: transformers collects hidden states so.
+        # All hooks in there run again then, for the place in the collection counts as well.
+        keeping = {entry.watched.module for entry in self._registered if entry.watched.kept}
+        if not keeping:
+            return quiet
+        around: set[nn.Module | None] = set()
+        for module in filter(has_own_code, self._modules):
+            around.update(below for below in module.modules() if below is not module)
+        if around.isdisjoint(keeping):
+            return quiet
+        return [entry for entry in quiet if entry.watched.module not in around]
+
+    def _without_writers(self, quiet: list[_Registered], before: Snapshot) -> list[_Registered]:
+        """Those that changed nothing which code or acting hooks can read."""
+        acting = [entry.watched.innermost for entry in self._registered if entry.watched.acted]
+        own_code = list(filter(has_own_code, self._modules))
+        if not quiet or not (acting or own_code):
+            return quiet
+        # What has changed and can be read by code that runs again, or by hooks that will.
+        shared = Snapshot((*own_code, *acting), hooks=False).owners & before.changed()
+        silent = []
+        for entry in quiet:
+            hook = entry.watched
+            # Attributes of modules are for whoever asks the module.
+            if hook.marked:
+                continue
+            if shared and shared & Snapshot((hook.innermost,), hooks=False).owners:
+                continue
+            silent.append(entry)
+        return silent
+
+    def leave_out(self) -> None:
+        """Remove the hooks that only look. The caller puts all hooks back."""
+        for table, key in self._quiet:
+            table.pop(key, None)
+
+
+class _Watched:
+    """A hook, and what it has done.
+
+    Attributes:
+        acted: It has not only looked: it has returned or changed something.
+        marked: It has set attributes of its module.
+        kept: It has kept one of the tensors that it was given.
+        module: The module whose hook it is; None for a hook of all modules.
+    """
+
+    __slots__ = ("acted", "hook", "kept", "marked", "module")
+
+    def __init__(self, hook: Callable[..., Any], module: nn.Module | None) -> None:
+        self.hook, self.module = hook, module
+        self.acted = self.marked = self.kept = False
+
+    @property
+    def innermost(self) -> Callable[..., Any]:
+        """The user's own hook."""
+        hook = self.hook
+        while isinstance(hook, _Watched):
+            hook = hook.hook
+        return hook
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the hook."""
+        looks, marks = _looks_of(arguments), _marks_on(arguments[0])
+        tensors = tensors_in(arguments)
+        # Whoever keeps a tensor holds a reference to it.
+        holders = list(map(getrefcount, tensors))
+        result = self._call(*arguments)
+        self.acted = self.acted or result is not None or looks != _looks_of(arguments)
+        self.marked = self.marked or marks != _marks_on(arguments[0])
+        self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
+        return result
+
+    def _call(self, *arguments: Any) -> Any:
+        hooks = private.hooks_for_saved_tensors()
+        if hooks is None:
+            return self.hook(*arguments)
+        pack, unpack = hooks
+
+        def note(tensor: torch.Tensor) -> Any:
+            # It computes with gradients, so a replay without it would save fewer tensors (rule 10).
+            self.acted = True
+            return pack(tensor)
+
+        with saved_tensors_hooks(note, unpack):
+            return self.hook(*arguments)
+
+
+def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
+    """A value that changes if an attribute of the user's is set, or a container in one grows."""
+    marks = []
+    for name, value in vars(module).items():
+        if name not in private.STRUCTURE:
+            length = length_of(value) if isinstance(value, (list, dict, set, deque)) else 0
+            marks.append((name, id(value), length))
+    return marks
+
+
+def _looks_of(arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
+    """A value that changes if a tensor does."""
+    looks = []
+    for tensor in tensors_in(tuple(arguments)):
+        parts = plain_parts(tensor) if is_made_of_others(tensor) else (tensor,)
+        for part in parts:
+            address = part.data_ptr() if part.layout is torch.strided else 0
+            version = 0 if part.is_inference() else private.version_of(part)
+            looks.append((address, version, tensor.requires_grad))
+    return looks

@@ -1,0 +1,42 @@
+"""The state of autocast in this thread, which torch tells for one kind of device at a time.
+
+The names are public. They stand here together so that no other file has a list of kinds of its own: a call that is
+compared under one list and recorded under another would be taken for equal when it is not.
+"""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import torch
+
+KINDS = _HOST, _ACCELERATOR = ("cpu", "cuda")
+"""Kinds of devices whose autocast counts."""
+AutocastState: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
+"""For each of :data:`KINDS`: True if autocast is on, and the type that it casts to."""
+
+
+def autocast_state() -> AutocastState:
+    """The state of autocast now, in two microseconds."""
+    return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS])
+
+
+def set_autocast_state(state: AutocastState) -> None:
+    """Set what differs from ``state``."""
+    for kind, (is_enabled, dtype) in zip(KINDS, state, strict=True):
+        if torch.is_autocast_enabled(kind) is not is_enabled:
+            torch.set_autocast_enabled(kind, is_enabled)
+        if torch.get_autocast_dtype(kind) != dtype:
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def autocast_enabled() -> bool:
+    """True if autocast is on for any kind of device."""
+    # Every stage asks this when it has run. Written out, it takes half of the time that any() would.
+    return torch.is_autocast_enabled(_HOST) or torch.is_autocast_enabled(_ACCELERATOR)
+
+
+def autocast_dtypes(tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
+    """Types that autocast casts to on the devices of these tensors, as far as it is on there."""
+    kinds = {tensor.device.type for tensor in tensors}
+    available = [kind for kind in sorted(kinds) if torch.amp.is_autocast_available(kind)]
+    return [torch.get_autocast_dtype(kind) for kind in available if torch.is_autocast_enabled(kind)]

@@ -1,0 +1,112 @@
+"""Random numbers that code draws: by which operations, and from which generators."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from lightning_rotor.errors import RotorWarning
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import tensors_in
+from lightning_rotor.stages.generators import CUDA, HOST, GeneratorStates
+from lightning_rotor.stages.other_threads import others_may_draw
+
+_RUNS = 4
+"""Runs that tell draws of the code from those of other threads."""
+_REST_SECONDS = 0.02
+
+
+def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if an operation draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    defaults = {argument.name: argument.default_value for argument in private.schema_of(func).arguments}
+    positional = dict(zip(defaults, args, strict=False))
+    arguments = defaults | positional | kwargs
+    return bool(arguments.get("dropout_p", True))
+
+
+class DrawsSeen(private.TorchDispatchMode):
+    """Notes from which of torch's generators operations of this thread draw, by kind."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}):
+            is_cuda = any(tensor.is_cuda for tensor in tensors_in((args, result)))
+            self.kinds.add(CUDA if is_cuda else HOST)
+        return result
+
+
+def drawn_since(
+    before: GeneratorStates, again: Callable[[], object], *, certain: Collection[str] = ()
+) -> frozenset[str]:
+    """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
+
+    Where other threads do not rest, a kind that moves in every run is taken for the code's. If it is not in
+    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently.
+    """
+    drawn = before.changed()
+    if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
+        return drawn
+    behind = _at_rest(before)
+    if behind is not None:
+        drawn = before.changed()
+        before.restore(drawn)
+        again()
+        moved = before.changed()
+        behind.restore()
+        return drawn & moved
+    for _ in range(_RUNS):
+        if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
+            return drawn
+        time.sleep(_REST_SECONDS)
+        now = before.now()
+        again()
+        drawn &= now.changed()
+    doubtful = drawn - frozenset(certain)
+    mixed = {kind for kind in doubtful if _moves_differently(kind, before, again)}
+    if mixed:
+        warnings.warn(
+            f"another thread draws from {' and '.join(sorted(mixed))} while this one runs the model to measure or to "
+            "repeat it, and sets it back each time, so numbers of that thread may repeat: expected a generator of its "
+            "own for each thread (np.random.default_rng(seed), random.Random(seed), torch.Generator())",
+            RotorWarning,
+            stacklevel=2,
+        )
+    return drawn
+
+
+def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
+    """The state of the same generators once nobody draws from them; None if somebody does not stop."""
+    now = states.now()
+    for _ in range(_RUNS):
+        # A thread that prefetches comes to rest when its queue is full.
+        time.sleep(_REST_SECONDS)
+        before, now = now, states.now()
+        if now.equals(before):
+            return now
+    return None
+
+
+def _moves_differently(kind: str, before: GeneratorStates, again: Callable[[], object]) -> bool:
+    """True if two runs from one state of a generator leave it in two."""
+    start = GeneratorStates(before.device or torch.device("cpu"), kinds=(kind,))
+    again()
+    first = start.now()
+    start.restore()
+    again()
+    second = start.now()
+    start.restore()
+    return not first.equals(second)
