@@ -22,7 +22,7 @@ from pipelines import Failure, Processes, processes
 from test_pipeline_runner import ten_steps
 
 from lightning_rotor.pipeline.partition import RecomputeMode
-from lightning_rotor.pipeline.schedule import SCHEDULES
+from lightning_rotor.pipeline.pipeline_schedule import SCHEDULES
 from lightning_rotor.pipeline.step import PipelineOptions
 
 RESULT = Path(__file__).parent / "results" / "pipeline_equality.md"

@@ -228,6 +228,35 @@ def text_of(items: tuple[Item, ...]) -> str:
     return " ".join(words)
 
 
+_LINE_CHARACTERS = 100
+
+
+def schedule_line(schedule: Schedule, *, most_characters: int = _LINE_CHARACTERS) -> str:
+    """The text of a schedule on one line of ``most_characters``: a longer one loses segments' insides, then more.
+
+    Stages are consecutive, so neighbours of ``…`` tell what is missing.
+
+    Example:
+        >>> schedule_line(Schedule.parse("0 ((1 2) 3 4) 5"), most_characters=12)
+        '0 (…) 5'
+    """
+    text = str(schedule)
+    if len(text) <= most_characters:
+        return text
+    words: list[str] = []
+    for is_segment, run in groupby(schedule.items, lambda item: isinstance(item, Segment)):
+        items = tuple(run)
+        words += ["(…)"] * len(items) if is_segment else text_of(items).split()
+    text = " ".join(words)
+    shown = len(words)
+    while len(text) > most_characters and shown:
+        shown -= 1
+        head = words[: shown // 2]
+        tail = words[len(words) - (shown + 1) // 2 :]
+        text = " ".join([*head, "…", *tail])
+    return text
+
+
 def _parse_segment(text: str) -> Segment:
     (segment,) = _parse(text)
     assert isinstance(segment, Segment)

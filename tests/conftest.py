@@ -24,7 +24,7 @@ import torch
 from xdist.scheduler import LoadFileScheduling
 
 from lightning_rotor.planned import module_plans
-from lightning_rotor.planning import dynamic_program
+from lightning_rotor.planning import compilation, dynamic_program
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
@@ -136,7 +136,7 @@ def _compiled_tables(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in ("test_dynamic_program", "test_planning"):
             patch.setattr(dynamic_program, "_COMPILED_STAGES", 0)
-            dynamic_program.compiled_solve()  # what this logs is of no test
+            compilation.compiled_solve()  # what this logs is of no test
         yield
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from strategies import KINDS, random_chain, with_skips
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.dynamic_program import Table, schedule_at
+from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -111,7 +112,8 @@ SCRIPT = """
 import random, sys
 sys.path.insert(0, {tests!r})
 from strategies import random_chain
-from lightning_rotor.planning.dynamic_program import Table, compiled_solve
+from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 
 def show():

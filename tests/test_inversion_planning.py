@@ -17,10 +17,11 @@ from strategies import random_chain, with_inversion, with_skips
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_seconds, minimum_budget, plan
-from lightning_rotor.planning.dynamic_program import Table, schedule_at
+from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.report import draw_chain, plot_timeline
-from lightning_rotor.report.timeline import INVERSION_COLOURS
+from lightning_rotor.report.figures import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from tests.optimum import Optimum

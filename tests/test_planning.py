@@ -16,8 +16,8 @@ from strategies import KINDS, Kind, chains, random_chain, with_skips
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
-from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, solver
-from lightning_rotor.planning.solver import edits
+from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, schedule_search
+from lightning_rotor.planning.edits import edits
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation, simulate
@@ -246,7 +246,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
         found.append(schedule)
         return simulate(chain, schedule, **step)
 
-    monkeypatch.setattr(solver, "simulate", noted)
+    monkeypatch.setattr(schedule_search, "simulate", noted)
     return found
 
 

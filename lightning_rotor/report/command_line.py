@@ -32,13 +32,16 @@ from lightning_rotor.errors import ModelError, ProfilingError, RotorError, Rotor
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.plan import frontier_table, plain_simulation, plan_table, stage_table
+from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.meters import measuring_progress
 from lightning_rotor.report.drawing import draw_chain
-from lightning_rotor.report.timeline import PlotError, new_figure, plot_frontier, plot_timeline
+from lightning_rotor.report.figures import PlotError, new_figure
+from lightning_rotor.report.frontier_plot import plot_frontier
+from lightning_rotor.report.tables import frontier_table, plan_table, stage_table
+from lightning_rotor.report.timeline import plot_timeline
 from lightning_rotor.units import format_bytes, format_seconds, parse_limit
 
 _FAILED = 2
