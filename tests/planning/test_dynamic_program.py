@@ -141,7 +141,7 @@ def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
     assert table.is_compiled
     table.solve()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(tests=str(Path(__file__).parent))],
+        [sys.executable, "-c", SCRIPT.format(tests=str(Path(__file__).parents[1]))],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr

@@ -25,8 +25,8 @@ from lightning_rotor.report.figures import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from tests.optimum import Optimum
+from tests.planning.test_solver import uniform_chain
 from tests.reference import best_by_budget, judge_all
-from tests.test_planning import uniform_chain
 
 SAME = 1 + 1e-9
 

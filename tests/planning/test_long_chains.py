@@ -49,7 +49,7 @@ def test_schedules_as_deep_as_the_chain_are_long_are_values() -> None:
 
 def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else() -> None:
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
         "import random\n"
         "from strategies import random_chain\n"
         "from test_long_chains import nested, simulate\n"
