@@ -19,6 +19,7 @@ import random
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -169,28 +170,34 @@ def put_in_place(module: ModuleType, mutant: ast.Module) -> None:
                     setattr(other, name, new[id(value)])
 
 
-def survives(module: ModuleType, mutant: ast.Module, tests: list[str], limit_seconds: float) -> bool:
-    """True if all tests pass with a mutant, in a process of their own."""
+def started(module: ModuleType, mutant: ast.Module, tests: list[str]) -> int:
+    """Number of a new process that runs tests with a mutant, and ends with 0 if all pass."""
     child = os.fork()
-    if child == 0:
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
-        try:
-            import pytest
+    if child:
+        return child
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    try:
+        import pytest
 
-            put_in_place(module, mutant)
-            os._exit(int(pytest.main(["-x", "-q", "-n0", "-p", "no:cacheprovider", "-W", IMPORTED_EARLY, *tests])))
-        finally:
-            os._exit(99)
+        put_in_place(module, mutant)
+        options = ["-x", "-q", "-n0", "-p", "no:cacheprovider", "-W", IMPORTED_EARLY]
+        os._exit(int(pytest.main([*options, *tests])))
+    finally:
+        os._exit(99)
+
+
+def survives(process: int, limit_seconds: float) -> bool:
+    """True if all tests of a started process pass within the limit."""
     end = time.monotonic() + limit_seconds
     while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
+        done, status = os.waitpid(process, os.WNOHANG)
         if done:
             return status == 0
         time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
     return False
 
 
@@ -203,20 +210,26 @@ class Outcome(NamedTuple):
     survivors: list[str]
 
 
-def tried(name: str, tests: list[str], most: int, limit_seconds: float) -> Outcome:
+def tried(name: str, tests: list[str], most: int, limit_seconds: float, at_once: int) -> Outcome:
     """Mutants of one module against its tests; ``most`` of them at random, or all if it is 0."""
     path = ROOT / "lightning_rotor" / f"{name}.py"
     module = importlib.import_module(f"lightning_rotor.{name.replace('/', '.')}")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    if not survives(module, tree, tests, 10 * limit_seconds):
+    if not survives(started(module, tree, tests), 10 * limit_seconds):
         raise SystemExit(f"the tests of {name} fail without any mutant")
     every = list(mutations(tree))
     chosen = random.Random(name).sample(every, min(most or len(every), len(every)))
+    chosen.sort(key=lambda mutation: (mutation.line, mutation.name))
     survivors = []
-    for mutation in sorted(chosen, key=lambda each: (each.line, each.name)):
-        if survives(module, mutated(tree, mutation), tests, limit_seconds):
-            survivors.append(f"{_place(tree, mutation)}: {_shortest(mutation.name)}")
-            print(f"{name}:{mutation.line} {survivors[-1]}", flush=True)
+    running: deque[tuple[Mutation, int]] = deque()
+    for mutation in [*chosen, *[None] * at_once]:
+        if mutation is not None:
+            running.append((mutation, started(module, mutated(tree, mutation), tests)))
+        if running and (mutation is None or len(running) == at_once):
+            oldest, process = running.popleft()
+            if survives(process, limit_seconds):
+                survivors.append(f"{_place(tree, oldest)}: {_shortest(oldest.name)}")
+                print(f"{name}:{oldest.line} {survivors[-1]}", flush=True)
     return Outcome(name, len(every), len(chosen), survivors)
 
 
@@ -272,6 +285,7 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", help=f"some of {', '.join(MODULES)}; by default all, and a result file")
     parser.add_argument("--most", type=int, default=60, help="mutants of a module; 0 for all")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for the tests of one mutant")
+    parser.add_argument("--at-once", type=int, default=2, help="processes beside one another")
     options = parser.parse_args()
     os.environ["CI"] = "1"  # hypothesis draws the same examples for every mutant
     for needed in ("pytest", "hypothesis", "lightning_rotor", "tests.conftest"):
@@ -281,7 +295,7 @@ def main() -> None:
     outcomes = []
     for name in options.modules or MODULES:
         begin = time.monotonic()
-        outcomes.append(tried(name, MODULES[name], options.most, options.limit))
+        outcomes.append(tried(name, MODULES[name], options.most, options.limit, options.at_once))
         print(
             f"{name}: {len(outcomes[-1].survivors)} of {outcomes[-1].tried} survive, {time.monotonic() - begin:.0f} s",
             flush=True,

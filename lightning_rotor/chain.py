@@ -371,7 +371,7 @@ class Chain(Notebook):
 
     @property
     def identity(self) -> tuple[StageIdentity, ...]:
-        """What the fingerprint names, stage by stage."""
+        """The model's part of each stage: everything that the fingerprint names."""
         return tuple(
             StageIdentity(
                 stage.name,

@@ -98,7 +98,7 @@ Item: TypeAlias = Leaf | Segment
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Schedule:
-    """How one training step runs a whole chain.
+    """The way in which one training step runs a whole chain.
 
     Attributes:
         items: Cover the stages ``0 .. n-1``, each once, in order. The last one is a segment only where other chains run
@@ -161,7 +161,7 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """How deeply segments are nested; 0 if there is none."""
+        """Levels of segments within segments; 0 if there is none."""
         return _depth(self.items)
 
     def operations(self) -> tuple[str, ...]:
@@ -299,9 +299,7 @@ def _parse(text: str) -> tuple[Item, ...]:
     return tuple(open_items[0])
 
 
-# --------------------- Room for functions that follow segments into one another: Python allows a thousand nested calls.
-
-
+# Functions follow segments into one another, as deeply as those are nested; Python allows a thousand nested calls.
 def make_room_for(calls: int) -> None:
     """Allow so many more nested calls: in all threads, and for good, as others may need it."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + calls))

@@ -49,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one training step costs.
+    """Bytes and seconds of one training step.
 
     Attributes:
         schedule: What was simulated.

@@ -89,7 +89,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def in_blocks(size_bytes: int, block_bytes: int) -> int:
-    """What an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
+    """Bytes that an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
     return -(-size_bytes // block_bytes) * block_bytes
 
 

@@ -94,7 +94,7 @@ class Candidates:
         return best
 
     def lowest(self) -> list[Simulation]:
-        """Those that may have the least peak as far as the table tells, by rising peak."""
+        """Candidates that may have the least peak, as far as the table tells, by rising peak."""
         if self.thorough and self.chain.skips:
             # With skips the table is further from the truth, so the least may be anywhere.
             last_stair = len(self) - 1

@@ -60,7 +60,7 @@ _FINITE = float(np.finfo(np.float64).max)
 
 
 class Requirements(NamedTuple):
-    """What the decisions for a chain of ``n`` stages need and take: slots, and seconds. See :mod:`.requirements`.
+    """Slots and seconds that the decisions for a chain of ``n`` stages need and take. See :mod:`.requirements`.
 
     Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources* of a stage's input: first
     *variants*, in which somebody else holds it, then *classes*, by what the stage before saved of it, which pay for it.

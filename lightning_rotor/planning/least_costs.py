@@ -1,32 +1,46 @@
-"""Least bytes and seconds of each stage of a chain, whatever the execution: what :mod:`.bounds` adds up."""
+"""Least bytes and seconds of each stage of a chain, whatever the execution: the terms that :mod:`.bounds` adds up."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import astuple, dataclass
 
-from lightning_rotor.chain import BackwardPeaks, Chain, Option
+from lightning_rotor.chain import Chain, Option, StageCost
 
 
 @dataclass(frozen=True, slots=True)
 class LeastWay:
-    """One option of a stage, in the least bytes and seconds that it takes."""
+    """One option of a stage, in the least bytes and seconds that it takes.
+
+    Attributes:
+        saves: It saves tensors, so that its backward needs a forward.
+        set_bytes: Saved set without input and output.
+        input_bytes: Saved part of the input.
+        output_bytes: Saved part of the output; 0 for the last stage, since the caller holds it.
+        peak_bytes: Peak of the backward, whoever holds its input.
+        held_peak_bytes: Peak of the backward if the stage before saved its input.
+        kept_seconds: Set and backward, beyond a run that gives the output.
+        last_seconds: Set and backward alone.
+        backward_seconds: Backward alone.
+        drops_input: The backward rebuilds the input, so beside the set only a held input takes memory.
+    """
 
     saves: bool
-    set_bytes: int  # saved set without input and output
+    set_bytes: int
     input_bytes: int
-    output_bytes: int  # saved part of the output; 0 for the last stage, since the caller holds it
-    peak_bytes: int  # of the backward, whoever holds its input
-    held_peak_bytes: int  # of the backward if the stage before saved its input
-    kept_seconds: float  # set and backward, beyond a run that gives the output
-    last_seconds: float  # set and backward alone
+    output_bytes: int
+    peak_bytes: int
+    held_peak_bytes: int
+    kept_seconds: float
+    last_seconds: float
     backward_seconds: float
-    drops_input: bool = False  # the backward rebuilds it, so beside the set only a held input takes memory
+    drops_input: bool = False
 
     def saved_input_bytes(self, input_bytes: int, saved_before: int) -> int:
         """Bytes of the input beside the set if nobody holds it; the stage before saves ``saved_before`` of them."""
-        return 0 if self.drops_input else min(input_bytes, saved_before + self.input_bytes)
+        if self.drops_input:
+            return 0
+        return min(input_bytes, saved_before + self.input_bytes)
 
     def moment_bytes(self, input_bytes: int, saved_before: int) -> int:
         """Bytes of the stage when its backward finishes, gradients included."""
@@ -36,14 +50,23 @@ class LeastWay:
 
 @dataclass(frozen=True, slots=True)
 class LeastStage:
-    """One stage."""
+    """One stage.
 
-    input_bytes: int  # 0 for the chain's
-    first_seconds: float  # a run that gives the output
+    Attributes:
+        input_bytes: Bytes of its input; 0 for the chain's.
+        first_seconds: A run that gives the output.
+        recomputable: It may run twice.
+        ways: Its options.
+        room_bytes: For its backward and everything that is kept and held by then.
+        forward_room_bytes: For everything that is kept and held during its first run, its own input included.
+    """
+
+    input_bytes: int
+    first_seconds: float
     recomputable: bool
     ways: tuple[LeastWay, ...]
-    room_bytes: int  # for its backward and everything that is kept and held by then
-    forward_room_bytes: int  # for everything that is kept and held during its first run, its own input included
+    room_bytes: int
+    forward_room_bytes: int
 
     @property
     def kept_seconds(self) -> float:
@@ -53,66 +76,87 @@ class LeastStage:
     @property
     def output_seconds(self) -> float:
         """Least additional seconds of the end of a gap if it must give its output, too."""
-        return min(
-            way.kept_seconds + self.first_seconds - way.last_seconds if way.saves else self.first_seconds
-            for way in self.ways
-        )
+        return min(self._output_seconds(way) for way in self.ways)
+
+    def _output_seconds(self, way: LeastWay) -> float:
+        if not way.saves:
+            return self.first_seconds  # its backward runs without a forward, so the output is a run of its own
+        return way.kept_seconds + self.first_seconds - way.last_seconds
 
 
 def least_stages(
     chain: Chain, budget_bytes: int, *, gradients_exist: bool = False, lingering_bytes: int = 0
 ) -> list[LeastStage]:
     """The stages of a chain; arguments as for :func:`lightning_rotor.planning.plan`."""
-    gradients = [
-        0 if gradients_exist else min(option.parameter_gradient_bytes for option in stage.options) for stage in chain
-    ]
     shares = _shares_of_skips(chain)
+    # Backwards run from the last stage to the first: what is behind a stage has left its gradients by then.
+    gradients_behind = [0] * len(chain)
+    if not gradients_exist:
+        for number in reversed(range(len(chain) - 1)):
+            own = min(option.parameter_gradient_bytes for option in chain.stages[number + 1].options)
+            gradients_behind[number] = gradients_behind[number + 1] + own
     stages = []
-    for index, stage in enumerate(chain):
-        room = budget_bytes - chain.always_bytes - sum(gradients[index + 1 :]) - chain.passing_gradient_bytes(index)
-        before = lingering_bytes + sum(each.pinned_bytes for each in chain.stages[:index])
-        peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
-        first = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
+    input_bytes = 0
+    forward_bytes = lingering_bytes
+    for number, stage in enumerate(chain):
+        backward_bytes = chain.always_bytes + gradients_behind[number] + chain.passing_gradient_bytes(number)
+        first_peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
+        first_seconds = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
+        ways = [_way(chain, number, option, gradients_exist, first_seconds, shares) for option in stage.options]
         stages.append(
             LeastStage(
-                input_bytes=chain.stages[index - 1].output_bytes if index else 0,
-                first_seconds=first,
+                input_bytes=input_bytes,
+                first_seconds=first_seconds,
                 recomputable=stage.recomputable,
-                ways=tuple(
-                    _way(chain, index, option, option.backward_peaks(gradients_exist=gradients_exist), first, shares)
-                    for option in stage.options
-                ),
-                room_bytes=room,
-                forward_room_bytes=budget_bytes - before - peak,
+                ways=tuple(ways),
+                room_bytes=budget_bytes - backward_bytes,
+                forward_room_bytes=budget_bytes - forward_bytes - first_peak,
             )
         )
+        input_bytes = stage.output_bytes
+        forward_bytes += stage.pinned_bytes
     return stages
 
 
 def _way(
-    chain: Chain, index: int, option: Option, peaks: BackwardPeaks, first_seconds: float, shares: list[int]
+    chain: Chain, number: int, option: Option, gradients_exist: bool, first_seconds: float, shares: list[int]
 ) -> LeastWay:
-    stage = chain.stages[index]
-    held = peaks.held_bytes
-    least = min(astuple(peaks)) if index else held  # the caller holds the chain's input
-    saves, replay = option.saved_tensors > 0, option.again_seconds
-    again = first_seconds + replay if stage.recomputable or not saves else math.inf
-    again = min(option.forward_seconds, again)
+    stage = chain.stages[number]
+    peaks = option.backward_peaks(gradients_exist=gradients_exist)
+    peak_bytes = min(astuple(peaks))
+    if number == 0:
+        peak_bytes = peaks.held_bytes  # the caller holds the chain's input
+    output_bytes = 0
+    if number < len(chain) - 1:
+        output_bytes = min(option.saved_output_bytes, stage.output_bytes)
     return LeastWay(
-        saves=saves,
+        saves=option.saved_tensors > 0,
         set_bytes=option.saved_bytes + sum(shares[skip] for skip in option.saved_skips),
         input_bytes=option.saved_input_bytes,
-        output_bytes=min(option.saved_output_bytes, stage.output_bytes) if index < len(chain) - 1 else 0,
-        peak_bytes=least,
-        held_peak_bytes=held,
-        kept_seconds=again - first_seconds + option.backward_seconds,
-        last_seconds=replay + option.backward_seconds,
+        output_bytes=output_bytes,
+        peak_bytes=peak_bytes,
+        held_peak_bytes=peaks.held_bytes,
+        kept_seconds=_both_seconds(stage, option, first_seconds) - first_seconds + option.backward_seconds,
+        last_seconds=option.again_seconds + option.backward_seconds,
         backward_seconds=option.backward_seconds,
         drops_input=option.inverts,
     )
 
 
+def _both_seconds(stage: StageCost, option: Option, first_seconds: float) -> float:
+    """Least seconds for output and set: a recording, or a first run and a replay."""
+    if option.saved_tensors and not stage.recomputable:
+        return option.forward_seconds
+    return min(option.forward_seconds, first_seconds + option.again_seconds)
+
+
 def _shares_of_skips(chain: Chain) -> list[int]:
     """Bytes of each skip charged to every stage that may save it; together no more than the skip has."""
-    savers = Counter(skip for stage in chain for skip in {skip for each in stage.options for skip in each.saved_skips})
-    return [0 if skip.in_output else skip.size_bytes // max(savers[n], 1) for n, skip in enumerate(chain.skips)]
+    savers: Counter[int] = Counter()
+    for stage in chain:
+        savers.update({skip for option in stage.options for skip in option.saved_skips})
+    shares = []
+    for number, skip in enumerate(chain.skips):
+        # The caller holds what is in the output, and it is counted there.
+        shares.append(0 if skip.in_output else skip.size_bytes // max(savers[number], 1))
+    return shares

@@ -136,7 +136,7 @@ class Plan(Shown):
         )
 
     def table(self) -> Any:
-        """What the plan costs, and what it does with which stages, for ``rich.print``; printed, a plan shows it."""
+        """Tables of the plan's costs and of its stages, for ``rich.print``; printed, a plan shows them."""
         return table_of(self)
 
     def __repr__(self) -> str:

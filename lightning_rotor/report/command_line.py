@@ -247,7 +247,7 @@ def _model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module
 
 
 def _named(path: str) -> Any:
-    """What is called ``package.module.name`` or ``file.py:name``."""
+    """The object called ``package.module.name`` or ``file.py:name``."""
     in_file = ".py:" in path
     place, _, name = path.rpartition(":" if in_file else ".")
     file = Path(place)
@@ -353,7 +353,10 @@ def _find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """What is asked about; ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast."""
+    """A model with what trains it.
+
+    ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast.
+    """
 
     options: Namespace
     model: nn.Module
@@ -393,7 +396,7 @@ class _Case:
 
     @property
     def held_bytes(self) -> Mapping[str, int]:
-        """What training holds beside the chain and counts against the budget."""
+        """Bytes that training holds beside the chain and that count against the budget, by name."""
         if self.options.activations_only:
             return {}
         held = self.resident
@@ -488,7 +491,7 @@ def _plan_as_json(found: _Found) -> dict[str, Any]:
 
 
 def _advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
-    """What each batch size is worth."""
+    """Speed and memory of each batch size."""
     return {
         "model": model,
         "budget_bytes": advice.limit_bytes,

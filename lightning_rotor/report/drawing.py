@@ -136,7 +136,7 @@ class Drawing(str):
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """What the boxes of a chain say, by stage."""
+    """Boxes of a chain, with their texts by stage."""
 
     chain: Chain
     labels: Sequence[Sequence[str]]

@@ -22,7 +22,7 @@ _PLAIN = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
 
 
 def operator_labels(stage: Stage) -> tuple[str, ...]:
-    """What a stage runs, in order and for people; an operator that comes several times in a row once."""
+    """Operators of a stage in order, for people; one that comes several times in a row is named once."""
     labels = [label for module in stage.modules for label in _labels(module)]
     loud = [label for label in labels if label not in _QUIET.split()] or labels
     counted = ((label, len(list(group))) for label, group in groupby(loud))
