@@ -20,7 +20,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.bounds import LeastStage, least_stages
+from lightning_rotor.planning.least_costs import LeastStage, least_stages
 
 
 @dataclass

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import sizes_of, split
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.schedule import PipelineScheduleName
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 
 SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")

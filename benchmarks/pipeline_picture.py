@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_rotor.report.timeline import new_figure
+from lightning_rotor.report.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -36,7 +36,9 @@ import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
-from lightning_rotor.planning.dynamic_program import Requirements, Table, compiled_solve
+from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning.dynamic_program import Table
+from lightning_rotor.planning.kernels import Requirements
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -307,7 +309,7 @@ def _markdown(rows: list[dict[str, Any]], plain: list[dict[str, Any]], machine: 
         "",
         "## Compiled code against plain Python",
         "",
-        "The same table, equal bit by bit, by the same functions of `planning/dynamic_program.py`, in turn in one process.",
+        "The same table, equal bit by bit, by the same functions of `planning/kernels.py`, in turn in one process.",
         "",
         "| stages | options | compiled | plain | ratio |",
         "|" + " ---: |" * 5,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.solver import segments_around
+from lightning_rotor.planning.schedule_search import segments_around
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import simulate
 

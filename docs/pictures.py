@@ -13,7 +13,7 @@ from torch import nn
 from lightning_rotor import Chain, Plan, parse_bytes, plan
 from lightning_rotor.profiling.estimates import GPUS, InputSpec, build_on_meta, estimate_profile
 from lightning_rotor.report import plot_frontier, plot_timeline
-from lightning_rotor.report.timeline import PHASE_COLOURS, PHASE_LABELS
+from lightning_rotor.report.figures import PHASE_COLOURS, PHASE_LABELS
 
 FOLDER = Path(__file__).parent / "pictures"
 IMAGES = "256x3x32x32"

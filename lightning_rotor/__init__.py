@@ -105,16 +105,6 @@ _LATER = {
 }
 
 
-def _repr_html_(shown: Any) -> str:
-    """What notebooks show of a plan, a chain or a curve; data cannot import what draws it."""
-    drawing = import_module("lightning_rotor.report.drawing")  # which imports whatever can be drawn
-    return str(drawing.as_html(shown))
-
-
-for _kind in (Chain, Frontier, Plan):
-    setattr(_kind, _repr_html_.__name__, _repr_html_)
-
-
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(_LATER[name]), name)

@@ -38,11 +38,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.shown import Notebook
 from lightning_rotor.units import format_bytes, format_seconds
 
 
@@ -281,7 +281,7 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(Notebook):
     """A model as a planner sees it: the costs of its stages for one input signature on one device.
 
     Attributes:
@@ -371,7 +371,7 @@ class Chain:
 
     @property
     def identity(self) -> tuple[StageIdentity, ...]:
-        """What the fingerprint names, stage by stage."""
+        """The model's part of each stage: everything that the fingerprint names."""
         return tuple(
             StageIdentity(
                 stage.name,
@@ -411,56 +411,3 @@ def _check_costs(costs: Option | StageCost) -> None:
                 f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
                 "expected a finite duration that is not negative"
             )
-
-
-# ---------------------------------------------------------- One chain from several of the same model, number by number.
-
-
-class UnlikeChainsError(Exception):
-    """Chains that differ in more than sizes, so that nothing can be said from one about the other."""
-
-
-def combined(
-    chains: Sequence[Chain], *, of_bytes: Callable[[Sequence[int]], int], of_seconds: Callable[[Sequence[float]], float]
-) -> Chain:
-    """A chain whose sizes and durations follow from several chains'; ``UnlikeChainsError`` if those are unlike."""
-
-    def one(values: Sequence[Any], name: str) -> Any:
-        first = values[0]
-        if isinstance(first, StageCost):
-            values = list(map(_spelled_out, values))
-        if is_dataclass(first) and not isinstance(first, type):
-            parts = {
-                each.name: one([getattr(value, each.name) for value in values], each.name) for each in fields(first)
-            }
-            if isinstance(first, StageCost):
-                peaks = [option.discard_peak_bytes or 0 for option in parts["options"]]
-                parts["discard_peak_bytes"] = max([parts["discard_peak_bytes"], *peaks])
-            return replace(first, **parts)
-        if name == "takes":  # shapes, which are not those of any measurement
-            return ()
-        if isinstance(first, tuple) and all(len(value) == len(first) for value in values):
-            return tuple(one(group, name) for group in zip(*values, strict=True))
-        if name.endswith("_bytes") and all(isinstance(value, int) for value in values):
-            return of_bytes(values)
-        if name.endswith("_seconds"):
-            return float(of_seconds(values))
-        if any(value != first for value in values):
-            raise UnlikeChainsError(f"{name}: {first!r} and others")
-        return first
-
-    chain: Chain = one(chains, "")
-    return chain
-
-
-def _spelled_out(stage: StageCost) -> StageCost:
-    """These costs, with the peaks that only some measurements have of their own."""
-    options = [
-        replace(
-            option,
-            accumulating=option.backward_peaks(gradients_exist=True),
-            discard_peak_bytes=stage.discard_peak_of(option),
-        )
-        for option in stage.options
-    ]
-    return replace(stage, options=tuple(options))

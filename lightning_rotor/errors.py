@@ -110,7 +110,7 @@ class InverseError(RotorError, RuntimeError):
         self.tolerance = tolerance
 
     def located(self, stage: str) -> InverseError:
-        """The same error, with the name of the module that only knows its type."""
+        """This error with the name of the module, which knows only its own type."""
         return InverseError(f"{stage!r}: {self.args[0]}", stage=stage, error=self.error, tolerance=self.tolerance)
 
 

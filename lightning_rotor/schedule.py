@@ -98,7 +98,7 @@ Item: TypeAlias = Leaf | Segment
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Schedule:
-    """How one training step runs a whole chain.
+    """The way in which one training step runs a whole chain.
 
     Attributes:
         items: Cover the stages ``0 .. n-1``, each once, in order. The last one is a segment only where other chains run
@@ -161,7 +161,7 @@ class Schedule:
 
     @property
     def depth(self) -> int:
-        """How deeply segments are nested; 0 if there is none."""
+        """Levels of segments within segments; 0 if there is none."""
         return _depth(self.items)
 
     def operations(self) -> tuple[str, ...]:
@@ -228,6 +228,35 @@ def text_of(items: tuple[Item, ...]) -> str:
     return " ".join(words)
 
 
+_LINE_CHARACTERS = 100
+
+
+def schedule_line(schedule: Schedule, *, most_characters: int = _LINE_CHARACTERS) -> str:
+    """The text of a schedule on one line of ``most_characters``: a longer one loses segments' insides, then more.
+
+    Stages are consecutive, so neighbours of ``…`` tell what is missing.
+
+    Example:
+        >>> schedule_line(Schedule.parse("0 ((1 2) 3 4) 5"), most_characters=12)
+        '0 (…) 5'
+    """
+    text = str(schedule)
+    if len(text) <= most_characters:
+        return text
+    words: list[str] = []
+    for is_segment, run in groupby(schedule.items, lambda item: isinstance(item, Segment)):
+        items = tuple(run)
+        words += ["(…)"] * len(items) if is_segment else text_of(items).split()
+    text = " ".join(words)
+    shown = len(words)
+    while len(text) > most_characters and shown:
+        shown -= 1
+        head = words[: shown // 2]
+        tail = words[len(words) - (shown + 1) // 2 :]
+        text = " ".join([*head, "…", *tail])
+    return text
+
+
 def _parse_segment(text: str) -> Segment:
     (segment,) = _parse(text)
     assert isinstance(segment, Segment)
@@ -270,9 +299,7 @@ def _parse(text: str) -> tuple[Item, ...]:
     return tuple(open_items[0])
 
 
-# --------------------- Room for functions that follow segments into one another: Python allows a thousand nested calls.
-
-
+# Functions follow segments into one another, as deeply as those are nested; Python allows a thousand nested calls.
 def make_room_for(calls: int) -> None:
     """Allow so many more nested calls: in all threads, and for good, as others may need it."""
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + calls))

@@ -19,125 +19,15 @@ What is alive, and until when::
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.live_memory import Boundaries, Skips
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
 from lightning_rotor.units import format_bytes, format_seconds
-
-# What is alive while a step is simulated: who holds which boundaries and skips of a chain, and what that takes.
-
-
-class _Boundaries:
-    """Who holds the boundaries of a chain, and the bytes of them. The caller holds its input, which counts nothing."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.live_bytes = 0
-        self._size_bytes = [0, *(stage.output_bytes for stage in chain)]
-        self.holders = [1] + [0] * len(chain)  # besides saved tensors
-        self.saved_by_producer = [0] * (len(chain) + 1)
-        self._saved_by_consumer = [0] * (len(chain) + 1)
-        self._dropped = [False] * (len(chain) + 1)  # the stage behind will rebuild it
-
-    def update(
-        self,
-        boundary: int,
-        *,
-        holders: int = 0,
-        producer: int | None = None,
-        consumer: int | None = None,
-        dropped: bool | None = None,
-    ) -> None:
-        """Add holders; say how many bytes of it the stages on either side save; drop it, or rebuild it."""
-        before = self.bytes(boundary)
-        self.holders[boundary] += holders
-        if producer is not None:
-            self.saved_by_producer[boundary] = producer
-        if consumer is not None:
-            self._saved_by_consumer[boundary] = consumer
-        if dropped is not None:
-            self._dropped[boundary] = dropped
-        self.live_bytes += self.bytes(boundary) - before
-
-    def bytes(self, boundary: int) -> int:
-        """Bytes of it that are alive."""
-        size = self._size_bytes[boundary]
-        if self.holders[boundary]:
-            return size
-        if self._dropped[boundary]:
-            return 0
-        return min(size, self.saved_by_producer[boundary] + self._saved_by_consumer[boundary])
-
-
-class Skips:
-    """Who holds the skips of a chain, which of their gradients are alive, and the bytes of both."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.live_bytes = 0
-        self._all = chain.skips
-        self._holders = [0] * len(self._all)
-        self._gradient_bytes = [0] * len(self._all)
-        self._counted_bytes = [stage.skip_gradient_bytes for stage in chain]
-        self._slices_bytes = 0
-        self.made: list[list[int]] = [[] for _ in chain]
-        self._read: list[list[int]] = [[] for _ in chain]
-        self.last_use: list[float] = []
-        for number, skip in enumerate(self._all):
-            self.last_use.append(math.inf if skip.in_output else skip.last_use)
-            if skip.born >= 0:
-                self.made[skip.born].append(number)
-            for stage in skip.uses:
-                self._read[stage].append(number)
-
-    def hold(self, skips: Iterable[int], *, holders: int = 1) -> None:
-        """Add a holder to each, or more, or remove one."""
-        for skip in skips:
-            before = self.bytes(skip)
-            self._holders[skip] += holders
-            self.live_bytes += self.bytes(skip) - before
-
-    def bytes(self, skip: int) -> int:
-        """Bytes of it that are alive, without its gradient."""
-        return self._all[skip].size_bytes if self._holders[skip] else 0
-
-    def read_by(self, segment: Segment) -> set[int]:
-        """Skips made before a segment that it reads."""
-        if not self._all:
-            return set()
-        stages = range(segment.first, segment.last + 1)
-        return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
-
-    def learn_in(self, first: int, last: int) -> bool:
-        """True if one of these stages leaves a gradient for something that a stage before them has made."""
-        read = ((self._all[number], stage) for stage in range(first, last + 1) for number in self._read[stage])
-        return any(0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip, stage in read)
-
-    def take_gradients(self, stage: int) -> None:
-        """Count no longer what exists when the stage's backward begins, as far as its own peaks count it."""
-        ending = (*self.made[stage], *self._read[stage])
-        alive = sum(self._gradient_bytes[skip] for skip in ending)
-        own = self._counted_bytes[stage]
-        if own is None:
-            own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
-        # Those that are slices may hold more than themselves until the stage has read or replaced them.
-        counted = min(alive, own)
-        self._slices_bytes = alive - counted
-        self.live_bytes -= counted
-        for skip in ending:
-            self._gradient_bytes[skip] = 0
-
-    def leave_gradients(self, stage: int) -> None:
-        """Count what the stage leaves for skips that it read, and no longer what dies with the gradients it found."""
-        for number in self._read[stage]:
-            skip = self._all[number]
-            self._gradient_bytes[number] = skip.gradient_bytes[skip.uses.index(stage)]
-        self.live_bytes += sum(self._gradient_bytes[skip] for skip in self._read[stage]) - self._slices_bytes
-
 
 # Calls for one more segment inside others: a backward in a backward, and then a discarded pass in a discarded pass.
 _CALLS = 3
@@ -159,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What one training step costs.
+    """Bytes and seconds of one training step.
 
     Attributes:
         schedule: What was simulated.
@@ -285,7 +175,7 @@ class _Simulator:
         self._lingering_bytes = step.get("lingering_bytes", 0)
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
-        self._boundaries, self._skips = _Boundaries(chain), Skips(chain)
+        self._boundaries, self._skips = Boundaries(chain), Skips(chain)
         self._running: set[int] = set()  # skips that the running forward holds
         self._other_bytes = 0  # everything else that is alive
         self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
@@ -329,8 +219,6 @@ class _Simulator:
     def _live_bytes(self) -> int:
         """Everything that is alive."""
         return self._boundaries.live_bytes + self._skips.live_bytes + self._other_bytes
-
-    # ---------------------------------------------------------------- forward
 
     def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
         """Run items so that their backward can follow. In a recomputation a leaf stops at its last saved tensor."""
@@ -395,8 +283,6 @@ class _Simulator:
         self._other_bytes += size_bytes
         if phase == "recompute":
             self._unused_state_bytes += size_bytes
-
-    # ---------------------------------------------------------------- backward
 
     def _backward(self, item: Item, pending: tuple[Segment, ...] = (), *, replayed: bool = False) -> None:
         """Backward of one item. ``pending`` are the segments around it that are not recomputed yet, outermost first."""
@@ -477,8 +363,6 @@ class _Simulator:
             if isinstance(item, Leaf):  # those that were not recomputed save nothing
                 self._saved_state_bytes[item.stage] = self._option(item).saved_state_bytes
                 self._other_bytes += self._saved_state_bytes[item.stage]
-
-    # ---------------------------------------------------------------- accounting
 
     def _option(self, leaf: Leaf) -> Option:
         return self._chain.stages[leaf.stage].options[leaf.option]

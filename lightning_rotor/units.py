@@ -1,18 +1,10 @@
 """Sizes in bytes: reading what users write, and printing what they can read."""
 
-import io
-import logging
 import math
 import re
-import sys
 from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
-from rich.text import Text
-
 from lightning_rotor.errors import UnitError
-
-_log = logging.getLogger(__name__)
 
 _FACTORS = {
     "": 1,
@@ -97,7 +89,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def in_blocks(size_bytes: int, block_bytes: int) -> int:
-    """What an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
+    """Bytes that an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
     return -(-size_bytes // block_bytes) * block_bytes
 
 
@@ -152,38 +144,3 @@ def _split(text: str) -> tuple[float, str]:
             "expected one of B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
         )
     return number, unit
-
-
-def cell(text: str) -> Text:
-    """A text as it is: names may hold what rich takes for markup, or no terminal can show."""
-    return Text(printable(text))
-
-
-def printable(text: str) -> str:
-    """A text with control characters, halves of characters and marks of direction as Python spells them."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
-
-def show(shown: RenderableType) -> None:
-    """Print a table in what the terminal can show. What is only shown never ends training."""
-    console = Console()
-    try:
-        try:
-            console.print(shown)
-        except UnicodeEncodeError:
-            plain = io.TextIOWrapper(io.BytesIO(), console.encoding, errors="replace")
-            Console(file=plain, width=console.width, force_terminal=False, force_jupyter=False).print(shown)
-            plain.seek(0)
-            sys.stdout.write(plain.read())
-    except Exception as error:  # a closed stream, or another display that has the terminal
-        _log.warning("a table could not be shown (%s: %s)", type(error).__name__, error)
-
-
-def rendered(*tables: RenderableType, width: int = 100) -> str:
-    """Tables as text without colours, without a line break at the end."""
-    console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(*tables)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").splitlines())

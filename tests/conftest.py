@@ -24,7 +24,7 @@ import torch
 from xdist.scheduler import LoadFileScheduling
 
 from lightning_rotor.planned import module_plans
-from lightning_rotor.planning import dynamic_program
+from lightning_rotor.planning import compilation, dynamic_program
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
     *("test_ranks", "test_cuda_memory", "test_pipeline_runner", "test_pipeline_failures", "test_pipeline_strategy"),
-    *("test_graph_cuts", "test_ways_bad_input", "test_target", "test_planning", "test_lightning_tools"),
+    *("test_graph_cuts", "test_ways_bad_input", "test_target", "test_solver", "test_lightning_tools"),
     *("test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families", "test_docs", "test_skips"),
     *("test_inversion", "test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways"),
 )
@@ -134,9 +134,9 @@ def _plans_by_bytes_alone(request: pytest.FixtureRequest) -> Iterator[None]:
 def _compiled_tables(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of short chains, too: this process plans hundreds, for which it is worth loading. test_dynamic_program tells that numbers are the same."""
     with pytest.MonkeyPatch.context() as patch:
-        if request.path.stem not in ("test_dynamic_program", "test_planning"):
+        if request.path.stem not in ("test_dynamic_program", "test_solver"):
             patch.setattr(dynamic_program, "_COMPILED_STAGES", 0)
-            dynamic_program.compiled_solve()  # what this logs is of no test
+            compilation.compiled_solve()  # what this logs is of no test
         yield
 
 

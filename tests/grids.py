@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
 import pytest
 
-from lightning_rotor.planning import solver
+from lightning_rotor.planning import effort
 
 is_whole = False
 """True under ``make test-all``; set before any test is imported."""
@@ -24,9 +25,9 @@ def make_tables_coarse(patch: pytest.MonkeyPatch) -> None:
 
     Tables of short chains are coarser, and schedules that exceed a budget are not edited until they fit.
     """
-    for name in ("_CHEAP_SUMS", "_CHEAP_NUMBERS"):
-        patch.setattr(solver, name, getattr(solver, name) / 10)
-    patch.setattr(solver, "_EDITED_OPTIONS", 0)
+    usual = effort.current
+    coarse = replace(usual, cheap_sums=usual.cheap_sums / 10, cheap_numbers=usual.cheap_numbers / 10, edited_options=0)
+    patch.setattr(effort, "current", coarse)
 
 
 def few(every: Iterable[Any], *names: Any) -> list[Any]:

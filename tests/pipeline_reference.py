@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_rotor.pipeline.schedule import actions
+from lightning_rotor.pipeline.pipeline_schedule import actions
 
 
 def load_of(stage, micro_batch, micro_batches):

@@ -8,10 +8,10 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 from hypothesis import given
-from strategies import chains, random_chain
 
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import ScheduleError
+from tests.strategies import chains, random_chain
 
 CHAIN = random_chain(random.Random(3), 4, "options")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import chains, with_skips
 from torch import nn
 
 from lightning_rotor import Checkpointable, Plan, PlanError, profile_chain, sequential_stages
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import minimum_budget
+from tests.strategies import chains, with_skips
 
 
 def net(width: int = 8) -> nn.Sequential:

@@ -16,7 +16,16 @@ PACKAGE = ROOT / "lightning_rotor"
 
 # A part is a module or a folder. Each may import those that stand before it.
 ORDER = (
-    *("errors", "units", "chain", "schedule", "simulator", "planning"),  # numbers alone, without torch
+    *(
+        "errors",
+        "units",
+        "shown",
+        "chain",
+        "schedule",
+        "live_memory",
+        "simulator",
+        "planning",
+    ),  # numbers alone, without torch
     *("private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
     *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
@@ -25,8 +34,8 @@ WITH_LIGHTNING = {"callbacks", "strategies"}
 WITHOUT_TORCH = {
     *ORDER[: ORDER.index("private")],
     "pipeline/partition",
-    "pipeline/schedule",
-    "pipeline/simulator",
+    "pipeline/pipeline_schedule",
+    "pipeline/pipeline_simulator",
     "planned/step_state",
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable, Plan
-from lightning_rotor.units import printable, rendered, show
+from lightning_rotor.shown import printable, rendered, show
 from tests.processes import ROOT
 
 NAMES = [

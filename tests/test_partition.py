@@ -16,8 +16,8 @@ from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDev
 from lightning_rotor.pipeline.partition.in_flight import boundary_bytes, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs
 from lightning_rotor.pipeline.partition.search import runs_of
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline.pipelined import balance_by_time
-from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.pipeline_reference import slow_step_seconds

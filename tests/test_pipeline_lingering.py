@@ -7,8 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_rotor.pipeline.schedule import actions, lingering, orders
-from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, simulate_pipeline
+from lightning_rotor.pipeline.pipeline_schedule import actions, lingering, orders
+from lightning_rotor.pipeline.pipeline_simulator import (
+    DeviceMemory,
+    MicroBatchLoad,
+    PipelineStageLoad,
+    simulate_pipeline,
+)
 from tests.pipeline_reference import slow_levels
 
 

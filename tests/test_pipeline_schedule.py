@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from lightning_rotor.pipeline.schedule import Action, PipelineError, actions, most_in_flight, orders
+from lightning_rotor.pipeline.pipeline_schedule import Action, PipelineError, actions, most_in_flight, orders
 
 WORK = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 SIZES = [(devices, micro_batches) for devices in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 8, 12)]

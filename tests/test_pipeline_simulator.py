@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from lightning_rotor.pipeline.schedule import PipelineError, orders
-from lightning_rotor.pipeline.simulator import (
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError, orders
+from lightning_rotor.pipeline.pipeline_simulator import (
     DeviceMemory,
     MicroBatchLoad,
     PipelineStageLoad,

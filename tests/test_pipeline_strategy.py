@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.pipeline_models import Tail, Up
 from lightning_rotor.pipeline import pipelined
-from lightning_rotor.pipeline.schedule import PipelineError
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.strategies import RotorPipelineStrategy
 

@@ -7,10 +7,10 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import random_chain, random_schedule
 
 from lightning_rotor.errors import RotorError, ScheduleError
 from lightning_rotor.schedule import Leaf, Schedule, Segment, leaves
+from tests.strategies import random_chain, random_schedule
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 14))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import KINDS, random_chain, random_schedule
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, StageCost
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.schedule import Leaf, Schedule, Segment
-from lightning_rotor.simulator import Simulation, check_schedule, simulate
+from lightning_rotor.simulator import Simulation, check_schedule, first_inverted, held_by_stage, simulate
+from tests.strategies import KINDS, random_chain, random_schedule, with_skips
 
 KEEP = Option(
     name="keep",
@@ -275,3 +276,37 @@ def test_schedules_that_do_not_fit_the_chain_are_refused(check: object, text: st
     chain = chain_of(STAGE, replace(STAGE, recomputable=False), STAGE)
     with pytest.raises(ScheduleError, match=message):
         check(chain, Schedule.parse(text))  # type: ignore[operator]
+
+
+def fingerprint(kind: str) -> str:
+    """Of every event of simulated steps of forty random chains with skips, under random schedules and conditions."""
+    rng = random.Random(kind)
+    events: list[object] = []
+    for number in range(40):
+        chain = random_chain(rng, rng.randint(3, 9), kind)  # type: ignore[arg-type]
+        if number % 2:
+            chain = with_skips(rng, chain)
+        schedule = random_schedule(rng, chain)
+        refused = first_inverted(chain, schedule)
+        if refused is not None:
+            events.append(refused)
+            continue
+        simulation = simulate(chain, schedule, gradients_exist=number % 3 == 0, lingering_bytes=7 * (number % 4))
+        events.append((simulation, simulation.events, held_by_stage(chain, schedule)))
+    return hashlib.sha256(repr(events).encode()).hexdigest()[:12]
+
+
+FINGERPRINTS = {
+    "cnn": "38ceaf750ec7",
+    "transformer": "4ce2519c55a5",
+    "heterogeneous": "7408b0e786aa",
+    "odd": "c198f0de3f88",
+    "options": "6eb3d67e7038",
+    "invertible": "eafbe376e2d6",
+}
+
+
+@pytest.mark.parametrize("kind", FINGERPRINTS)
+def test_steps_of_random_chains_are_to_the_byte_what_they_were(kind: str) -> None:
+    """The allocator's own figures, which the model follows, are compared in tests of whole trainings; a change of the model changes these, too."""
+    assert fingerprint(kind) == FINGERPRINTS[kind]

@@ -13,8 +13,9 @@ from lightning_rotor.execution.isolated import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private.values import tensors_in
+from lightning_rotor.shown import show
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes, parse_limit, show
+from lightning_rotor.units import format_bytes, parse_limit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -22,7 +22,8 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.planning.joint_chain import StepPlan
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
-from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit, rendered, show
+from lightning_rotor.shown import rendered, show
+from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -27,7 +27,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory import held
 from lightning_rotor.planning import Plan, plan
-from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.solver import cause_and_remedy
 from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import MemoryLimit, format_bytes

@@ -6,6 +6,6 @@ In: a module, a call of it, options. Out: a PipelinedModule that trains in its p
                      (cut, measured,  (``step``: user     (shapes, seeds,   MicroBatchStage
                      partitioned)     code around it)     outputs for all)  └─ Part ─ Executor
 
-Read ``schedule`` and ``simulator`` (plain numbers), ``partition``, ``micro_batches``, ``placement``, then ``runner``,
-``step``, ``pipelined``. No Lightning in here.
+Read ``pipeline_schedule`` and ``pipeline_simulator`` (plain numbers), ``partition``, ``micro_batches``, ``placement``,
+then ``runner``, ``step``, ``pipelined``. No Lightning in here.
 """

@@ -26,6 +26,7 @@ from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, row
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.partition.solve import counted_in_stages
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
     Placement,
@@ -37,7 +38,6 @@ from lightning_rotor.pipeline.placement import (
     tensors_of,
 )
 from lightning_rotor.pipeline.runner import Cut, Part, PipelineRunner
-from lightning_rotor.pipeline.schedule import PipelineError
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
 from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.torch_names import sent_outputs_linger

@@ -45,8 +45,8 @@ from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, mixed, with_seeds
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
-from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import Stage, wiring_of

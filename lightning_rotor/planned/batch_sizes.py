@@ -22,15 +22,17 @@ from rich.table import Table
 from torch import nn
 
 from lightning_rotor.capture.sequentialize import sequentialize
-from lightning_rotor.chain import Chain, UnlikeChainsError, combined
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.planning.combined_chain import UnlikeChainsError, combined
+from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.units import format_bytes, parse_limit, rendered
+from lightning_rotor.shown import rendered
+from lightning_rotor.units import format_bytes, parse_limit
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from lightning_rotor.planned.prepared import Costs, Prepared, corrected, costs_o
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
-from lightning_rotor.planning.plan import DEFAULT_SLOTS
+from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.meters import measuring_progress
 from lightning_rotor.schedule import Schedule

@@ -16,7 +16,8 @@ from lightning_rotor.errors import RotorError
 from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.plan import from_plain, with_tuples
+from lightning_rotor.planning.plan import from_plain
+from lightning_rotor.planning.plan_file import with_tuples
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain import profile_over
 from lightning_rotor.stages.sequential import Stage

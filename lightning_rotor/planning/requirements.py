@@ -33,8 +33,8 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.planning.dynamic_program import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
-from lightning_rotor.simulator import Skips
+from lightning_rotor.live_memory import Skips
+from lightning_rotor.planning.kernels import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
 
 # Who holds the input of a stage during its backward.
 #   PLAIN    nobody but the stage itself
@@ -228,7 +228,7 @@ class _Options:
             of[who] = columns.index(alike[0]) if alike else len(columns) - 1
         return _Variants(columns, of, [0] * 4, are_apart=True)
 
-    # ---------------------------------------------------------------- arrays, see Requirements
+    # Arrays of Requirements.
 
     def segments(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
         """Variant of a segment that pays for its input, and its least memory."""

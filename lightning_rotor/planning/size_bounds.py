@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from lightning_rotor.chain import Chain, UnlikeChainsError, combined
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning.combined_chain import UnlikeChainsError, combined
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """Shapes of the tensors that a chain takes."""

@@ -1,20 +1,29 @@
-"""What a plan costs, for people: tables for the terminal, pictures, and the command line.
+"""A plan's costs, for people: tables for the terminal, pictures, and the command line.
 
 In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (an extra, ``plot``)
-and SVG. Read in this order: :mod:`timeline` (memory over a step, budget against overhead, which device of a pipeline
-does what), :mod:`drawing` (the stages of a model), :mod:`command_line` (options to a plan, and the answer). The
-tables are made in :mod:`lightning_rotor.planning`.
+and SVG. Read in this order: :mod:`tables` (a plan, its stages, the curve), :mod:`figures` (what all pictures share),
+:mod:`timeline` (memory over a step), :mod:`frontier_plot` (budget against overhead), :mod:`pipeline_plot` (which device
+of a pipeline does what), :mod:`drawing` (the stages of a model), :mod:`command_line` (options to a plan, and the
+answer). What is imported here registers itself in :mod:`lightning_rotor.shown`.
 """
 
-from lightning_rotor.planning.plan import frontier_table, plan_table, schedule_line, stage_table
 from lightning_rotor.report.drawing import Drawing, draw_chain
-from lightning_rotor.report.timeline import PlotError, plot_frontier, plot_pipeline, plot_timeline
+from lightning_rotor.report.figures import PlotError
+from lightning_rotor.report.frontier_plot import plot_frontier
+from lightning_rotor.report.notebooks import chain_html, frontier_html, plan_html
+from lightning_rotor.report.pipeline_plot import plot_pipeline
+from lightning_rotor.report.tables import frontier_table, plan_table, stage_table
+from lightning_rotor.report.timeline import plot_timeline
+from lightning_rotor.schedule import schedule_line
 
 __all__ = [
     "Drawing",
     "PlotError",
+    "chain_html",
     "draw_chain",
+    "frontier_html",
     "frontier_table",
+    "plan_html",
     "plan_table",
     "plot_frontier",
     "plot_pipeline",

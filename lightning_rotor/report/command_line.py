@@ -33,13 +33,16 @@ from lightning_rotor.errors import ModelError, ProfilingError, RotorError, Rotor
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.plan import frontier_table, plain_simulation, plan_table, stage_table
+from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.meters import measuring_progress
 from lightning_rotor.report.drawing import draw_chain
-from lightning_rotor.report.timeline import PlotError, new_figure, plot_frontier, plot_timeline
+from lightning_rotor.report.figures import PlotError, new_figure
+from lightning_rotor.report.frontier_plot import plot_frontier
+from lightning_rotor.report.tables import frontier_table, plan_table, stage_table
+from lightning_rotor.report.timeline import plot_timeline
 from lightning_rotor.units import format_bytes, format_seconds, parse_limit
 
 _FAILED = 2
@@ -245,7 +248,7 @@ def _model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module
 
 
 def _named(path: str) -> Any:
-    """What is called ``package.module.name`` or ``file.py:name``."""
+    """The object called ``package.module.name`` or ``file.py:name``."""
     in_file = ".py:" in path
     place, _, name = path.rpartition(":" if in_file else ".")
     file = Path(place)
@@ -351,7 +354,10 @@ def _find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Case:
-    """What is asked about; ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast."""
+    """A model with what trains it.
+
+    ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast.
+    """
 
     options: Namespace
     model: nn.Module
@@ -391,7 +397,7 @@ class _Case:
 
     @property
     def held_bytes(self) -> Mapping[str, int]:
-        """What training holds beside the chain and counts against the budget."""
+        """Bytes that training holds beside the chain and that count against the budget, by name."""
         if self.options.activations_only:
             return {}
         held = self.resident
@@ -486,7 +492,7 @@ def _plan_as_json(found: _Found) -> dict[str, Any]:
 
 
 def _advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
-    """What each batch size is worth."""
+    """Speed and memory of each batch size."""
     return {
         "model": model,
         "budget_bytes": advice.limit_bytes,

@@ -19,31 +19,27 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields
-from html import escape
-from itertools import cycle, groupby
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
-from torch import nn
 
-from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
-from lightning_rotor.planning import Frontier, Plan
-from lightning_rotor.planning.plan import from_to
-from lightning_rotor.report.timeline import INVERSION_COLOURS, PHASE_COLOURS, PlotError, plot_frontier, plot_timeline
+from lightning_rotor.report.figures import INVERSION_COLOURS, PHASE_COLOURS
+from lightning_rotor.report.operator_labels import operator_labels
+from lightning_rotor.report.repeats import Run, folded, stage_keys
+from lightning_rotor.report.stage_names import from_to
 from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
+from lightning_rotor.shown import printable
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import format_bytes, format_seconds, printable
+from lightning_rotor.units import format_bytes, format_seconds
 
 _MOST_LETTERS, _MOST_LINES = 45, 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
@@ -138,21 +134,9 @@ class Drawing(str):
         Path(path).write_text(self, encoding="utf-8")
 
 
-def as_html(shown: Plan | Frontier | Chain) -> str:
-    """HTML for notebooks: a chain's drawing; a plan's or a curve's table, below a picture if matplotlib is there."""
-    if isinstance(shown, Chain):
-        return f'<div style="max-height: 40em; overflow: auto">{draw_chain(shown)}</div>'
-    picture = io.StringIO()
-    with suppress(PlotError):
-        figure = plot_timeline(shown) if isinstance(shown, Plan) else plot_frontier(shown)
-        figure.savefig(picture, format="svg")
-    drawn = picture.getvalue()
-    return f'{drawn[max(drawn.find("<svg"), 0) :]}<pre style="line-height: 1.2">{escape(str(shown))}</pre>'
-
-
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """What the boxes of a chain say, by stage."""
+    """Boxes of a chain, with their texts by stage."""
 
     chain: Chain
     labels: Sequence[Sequence[str]]
@@ -216,94 +200,8 @@ class _Boxes:
             yield f"skip from {', '.join(dict.fromkeys(makers))}"
 
 
-# --------------------------------------------------------------- Which stages are equal, and where runs of them repeat.
-
-
-class Run(NamedTuple):
-    """Stages that are drawn once: ``length`` of them from ``first`` on stand for ``repeats`` times as many."""
-
-    first: int
-    length: int
-    repeats: int
-
-
-def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
-    """By stage, a value that is equal for stages of the same operators, sizes, skips and ``details``."""
-    skips: list[list[Hashable]] = [[] for _ in chain]
-    for skip in chain.skips:
-        for use in skip.uses:
-            skips[use].append(skip.size_bytes)
-        if skip.born >= 0:  # others are the caller's
-            skips[skip.born].append((skip.size_bytes, *(use - skip.born for use in skip.uses)))
-    sizes = [
-        tuple(
-            getattr(option, each.name) for option in stage.options for each in fields(option) if "_bytes" in each.name
-        )
-        for stage in chain
-    ]
-    return [
-        (stage.output_bytes, stage.recomputable, detail, size, tuple(own))
-        for stage, detail, size, own in zip(chain, details, sizes, skips, strict=True)
-    ]
-
-
-def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
-    """Repetitions, greedily from the left: the one that leaves out most, the shortest of those, up to ``longest``."""
-    runs: list[Run] = []
-    start = 0
-    while start < len(keys):
-        best = Run(start, 1, 1)
-        for length in range(1, min(longest, (len(keys) - start) // 2) + 1):
-            repeats = 1
-            while keys[start + repeats * length : start + (repeats + 1) * length] == keys[start : start + length]:
-                repeats += 1
-            if length * (repeats - 1) > best.length * (best.repeats - 1):
-                best = Run(start, length, repeats)
-        runs.append(best)
-        start += best.length * best.repeats
-    return runs
-
-
-# -------------------------------------------------------------------- What stages run.
-
-
 def _lines(labels: Sequence[str]) -> list[Text]:
     """Operators as text below a name, with line breaks between them."""
     words = "\u00a0· ".join(label.replace(" ", "\u00a0") for label in labels)
     lines = textwrap.wrap(words, _MOST_LETTERS, max_lines=_MOST_LINES, placeholder=" …", break_on_hyphens=False)
     return [Text(line.replace("\u00a0", " ")) for line in lines]
-
-
-# They compute nothing. Shown only if a stage does nothing else.
-_QUIET = (
-    "size dim numel getattr getitem assert view reshape transpose permute unsqueeze squeeze expand expand_as "
-    "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as is_floating_point "
-    "tree_unflatten eq ne lt le gt ge floordiv mod"
-)
-_PLAIN = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
-
-
-def operator_labels(stage: Stage) -> tuple[str, ...]:
-    """What a stage runs, in order and for people; an operator that comes several times in a row once."""
-    labels = [label for module in stage.modules for label in _labels(module)]
-    loud = [label for label in labels if label not in _QUIET.split()] or labels
-    counted = ((label, len(list(group))) for label, group in groupby(loud))
-    return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
-
-
-def _labels(operator: Any) -> Iterator[str]:
-    """Labels of a module with the shape of its weight (``Linear 10×288``), a function, or a tensor's method by name."""
-    match operator:
-        case GraphSlice():
-            for inner in operator.operators:
-                yield from _labels(inner)
-        case nn.Sequential():
-            for member in operator:
-                yield from _labels(member)
-        case nn.Module():
-            weight = getattr(operator, "weight", None)
-            sizes = "×".join(map(str, weight.shape)) if isinstance(weight, torch.Tensor) else ""
-            yield f"{type(operator).__name__} {sizes}".strip()
-        case _:
-            name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
-            yield _PLAIN.get(name.strip("_"), name.strip("_"))

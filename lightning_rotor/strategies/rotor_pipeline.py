@@ -31,6 +31,7 @@ from lightning_rotor.invertible.layers import accumulate
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
@@ -44,7 +45,6 @@ from lightning_rotor.pipeline.placement import (
     tensors_of,
 )
 from lightning_rotor.pipeline.runner import ForwardContext
-from lightning_rotor.pipeline.schedule import PipelineError, PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions, current, never_called
 from lightning_rotor.planned.target_search import Target
 from lightning_rotor.private import lightning_names as private

@@ -37,10 +37,12 @@ import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.pipeline.simulator import MicroBatchLoad
-from lightning_rotor.planning.dynamic_program import Seconds, schedule_at
-from lightning_rotor.planning.plan import SAME
-from lightning_rotor.planning.solver import Solver, keep_all_fastest, segments_around, solved_table
+from lightning_rotor.pipeline.pipeline_simulator import MicroBatchLoad
+from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.effort import SAME
+from lightning_rotor.planning.kernels import Seconds
+from lightning_rotor.planning.schedule_search import keep_all_fastest, segments_around, solved_table
+from lightning_rotor.planning.solver import Solver
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, simulate
 

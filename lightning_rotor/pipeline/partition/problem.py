@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain
-from lightning_rotor.pipeline.schedule import (
+from lightning_rotor.pipeline.pipeline_schedule import (
     Integers,
     PipelineError,
     PipelineScheduleName,
@@ -19,7 +19,7 @@ from lightning_rotor.pipeline.schedule import (
     most_in_flight,
     orders,
 )
-from lightning_rotor.pipeline.simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, StepSimulator
+from lightning_rotor.pipeline.pipeline_simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, StepSimulator
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 # Most tries to plan the stages of a device with less memory.

@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
-from lightning_rotor.pipeline.schedule import Integers, PipelineError
-from lightning_rotor.pipeline.simulator import Reals
-from lightning_rotor.planning.plan import SAME
+from lightning_rotor.pipeline.pipeline_schedule import Integers, PipelineError
+from lightning_rotor.pipeline.pipeline_simulator import Reals
+from lightning_rotor.planning.effort import SAME
 from lightning_rotor.units import is_positive_integer
 
 Cuts: TypeAlias = tuple[int, ...]

@@ -23,9 +23,10 @@ from lightning_rotor.pipeline.partition.search import (
     least_bottleneck,
     runs_of,
 )
-from lightning_rotor.pipeline.schedule import PipelineError
-from lightning_rotor.pipeline.simulator import PipelineSimulation, simulate_pipeline
-from lightning_rotor.units import cell, format_bytes, format_seconds, formatted_apart, is_positive_integer, rendered
+from lightning_rotor.pipeline.pipeline_schedule import PipelineError
+from lightning_rotor.pipeline.pipeline_simulator import PipelineSimulation, simulate_pipeline
+from lightning_rotor.shown import cell, rendered
+from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer
 
 # Most runs of stages whose least memory is computed for an error.
 _MOST_ASKED = 400

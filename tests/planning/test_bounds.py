@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.optimum import Optimum
 from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning import Solver, bounds, fine_slots, lower_bound_seconds, minimum_budget, plan
+from lightning_rotor.planning import Solver, bounds, effort, fine_slots, lower_bound_seconds, minimum_budget, plan
+from lightning_rotor.planning.effort import Effort
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.strategies import KINDS, chains, random_chain, with_skips
@@ -87,8 +88,7 @@ def test_fewer_sums_give_a_bound_that_still_holds_and_is_no_higher(monkeypatch: 
             minimum_budget(chain).peak_bytes, simulate(chain, Schedule.keep_all(len(chain))).peak_bytes
         )
         cases.append((chain, budget, lower_bound_seconds(chain, budget)))
-    monkeypatch.setattr(bounds, "_SUMS", 1e3)
-    monkeypatch.setattr(bounds, "_LEAST_SLOTS", 40)
+    monkeypatch.setattr(effort, "current", Effort(bound_sums=1e3, bound_least_slots=40))
     bounds.lower_bound_seconds.cache_clear()
     coarse = [lower_bound_seconds(chain, budget) for chain, budget, _ in cases]
     bounds.lower_bound_seconds.cache_clear()

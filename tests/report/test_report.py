@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from rich.console import Console
-from strategies import chains, random_chain, with_skips
 
 from benchmarks.reference import baselines
 from lightning_rotor.chain import Chain, Option, StageCost
@@ -31,6 +30,7 @@ from lightning_rotor.report import (
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Simulation, held_by_stage, simulate
 from lightning_rotor.units import format_bytes
+from tests.strategies import chains, random_chain, with_skips
 
 MIB = 2**20
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import KINDS, Kind, chains, random_chain, with_skips
 from torch import nn
 
 from benchmarks.reference import best_by_budget, judge_all
@@ -22,6 +21,7 @@ from lightning_rotor.planning import Frontier, Solver, fine_slots, frontier, fro
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation, simulate
 from tests.grids import examples, few
+from tests.strategies import KINDS, Kind, chains, random_chain, with_skips
 
 SAME = 1 + 1e-9
 # A table for one budget may find by edits what the curve does not have: less than measured times vary.

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import KINDS, random_chain, with_skips
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.planning.dynamic_program import Table, schedule_at
+from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import examples
+from tests.strategies import KINDS, random_chain, with_skips
 
 
 def solved(chain: Chain, slots: int, *, compiled: bool = False, **arguments: bool | int) -> Table:
@@ -111,7 +112,8 @@ SCRIPT = """
 import random, sys
 sys.path.insert(0, {root!r})
 from benchmarks.random_chains import random_chain
-from lightning_rotor.planning.dynamic_program import Table, compiled_solve
+from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 
 def show():
@@ -139,7 +141,7 @@ def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
     assert table.is_compiled
     table.solve()
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[1]))],
+        [sys.executable, "-c", SCRIPT.format(root=str(Path(__file__).parents[2]))],
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr

@@ -14,7 +14,6 @@ import torch
 import torchvision
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import chains, random_chain, with_skips
 from torch import nn
 
 from lightning_rotor import Checkpointable, sequentialize
@@ -22,9 +21,11 @@ from lightning_rotor.chain import Chain, Skip
 from lightning_rotor.errors import ProfilingError, ScheduleError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.report import draw_chain
-from lightning_rotor.report.drawing import Run, folded, operator_labels, stage_keys
+from lightning_rotor.report.operator_labels import operator_labels
+from lightning_rotor.report.repeats import Run, folded, stage_keys
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.sequential import Stage, sequential_stages
+from tests.strategies import chains, random_chain, with_skips
 
 SVG = "{http://www.w3.org/2000/svg}"
 

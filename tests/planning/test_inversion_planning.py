@@ -12,20 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
-from strategies import random_chain, with_inversion, with_skips
 
 from benchmarks.optimum import Optimum
 from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.planning import Plan, Solver, fine_slots, lower_bound_seconds, minimum_budget, plan
-from lightning_rotor.planning.dynamic_program import Table, schedule_at
+from lightning_rotor.planning.backtracking import schedule_at
+from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.report import draw_chain, plot_timeline
-from lightning_rotor.report.timeline import INVERSION_COLOURS
+from lightning_rotor.report.figures import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
-from tests.test_planning import uniform_chain
+from tests.planning.test_solver import uniform_chain
+from tests.strategies import random_chain, with_inversion, with_skips
 
 SAME = 1 + 1e-9
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import Case, cases
-from strategies import KINDS, Kind, chains, random_chain, with_skips
 
 from benchmarks.reference import baselines, best_by_budget, judge_all
 from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
-from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, solver
-from lightning_rotor.planning.solver import edits
+from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, schedule_search
+from lightning_rotor.planning.edits import edits
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation, simulate
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.grids import examples, few
+from tests.models import Case, cases
+from tests.strategies import KINDS, Kind, chains, random_chain, with_skips
 
 # Times within this factor are the same: they are sums of the same durations in another order.
 SAME = 1 + 1e-9
@@ -246,7 +246,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[Schedule]:
         found.append(schedule)
         return simulate(chain, schedule, **step)
 
-    monkeypatch.setattr(solver, "simulate", noted)
+    monkeypatch.setattr(schedule_search, "simulate", noted)
     return found
 
 

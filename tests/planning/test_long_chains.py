@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from strategies import random_chain
 from torch import nn
 
 from lightning_rotor import Chain, Leaf, Schedule, Segment, profile_chain, sequential_stages, simulate
 from lightning_rotor.execution.executor import Executor
+from tests.strategies import random_chain
 
 STAGES = 1000
 
@@ -49,9 +49,9 @@ def test_schedules_as_deep_as_the_chain_are_long_are_values() -> None:
 
 def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else() -> None:
     script = (
-        f"import sys; sys.path[:0] = {[str(each) for each in Path(__file__).parents[:2]]}\n"
+        f"import sys; sys.path[:0] = {[str(each) for each in (Path(__file__).parent, Path(__file__).parents[2])]}\n"
         "import random\n"
-        "from strategies import random_chain\n"
+        "from benchmarks.random_chains import random_chain\n"
         "from test_long_chains import nested, simulate\n"
         'print(simulate(random_chain(random.Random(1), 400, "cnn"), nested(400, 399)).peak_bytes)'
     )

@@ -1,0 +1,92 @@
+"""Schedules one edit away from another: for the last bytes that no table sees.
+
+A table counts in slots and approximates. A candidate that is just too large in bytes often fits after one of these::
+
+    unwrap a segment         0 (1 2) 3     ->  0 1 2 3
+    move its last stage out  0 (1 2 3) 4   ->  0 (1 2) 3 4
+    move a stage in          0 (1 2) 3 4   ->  0 (1 2 3) 4
+    join two, or nest one    (0 1) (2 3) 4 ->  (0 1 2 3) 4   or   ((0 1) 2 3) 4
+    wrap a few stages        0 1 2 3       ->  0 (1 2) 3
+    another option           0 1 2         ->  0 1:1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning import effort
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.simulator import first_inverted
+
+
+def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
+    """Every schedule that is one edit away: O(n) for ``n`` stages."""
+    may_invert = any(option.inverts for stage in chain for option in stage.options)
+    for items in _edited(schedule.items, chain):
+        edited = Schedule(items)
+        if may_invert and first_inverted(chain, edited) is not None:
+            continue  # an inverted stage would lose an input that somebody needs
+        yield edited
+
+
+def neighbours(chain: Chain, schedule: Schedule) -> list[Schedule]:
+    """Schedules one edit away, or two if the chain is short; each once."""
+    near = list(edits(schedule, chain))
+    if len(chain) <= effort.current.twice_edited_stages:
+        for edited in list(near):
+            near.extend(edits(edited, chain))
+    return list(dict.fromkeys(near))
+
+
+def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]:
+    """Items with one edit at any depth."""
+    for index, item in enumerate(items):
+        before, after = items[:index], items[index + 1 :]
+        match item:
+            case Segment():
+                yield from _edits_of_segment(before, item, after, chain)
+            case Leaf():
+                yield from _edits_of_leaf(before, item, after, chain)
+
+
+def _edits_of_segment(
+    before: tuple[Item, ...], segment: Segment, after: tuple[Item, ...], chain: Chain
+) -> Iterator[tuple[Item, ...]]:
+    inside = segment.items
+    yield (*before, *inside, *after)
+    for changed in _edited(inside, chain):
+        yield (*before, Segment(changed), *after)
+    # A segment must end in a stage, so its last one leaves only if a stage comes before it.
+    if len(inside) > 1 and isinstance(inside[-2], Leaf):
+        yield (*before, Segment(inside[:-1]), inside[-1], *after)
+    match after:
+        case (Segment(more), *rest):
+            yield (*before, Segment(inside + more), *rest)
+            yield (*before, Segment((segment, *more)), *rest)
+        case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
+            yield (*before, Segment((*inside, leaf)), *rest)
+
+
+def _edits_of_leaf(
+    before: tuple[Item, ...], leaf: Leaf, after: tuple[Item, ...], chain: Chain
+) -> Iterator[tuple[Item, ...]]:
+    for option in _next_options(chain, leaf):
+        yield (*before, Leaf(leaf.stage, option), *after)
+    wrapped: list[Item] = []
+    for number, item in enumerate((leaf, *after[: effort.current.longest_wrap - 1])):
+        if isinstance(item, Segment) or not chain.stages[item.stage].recomputable:
+            return
+        wrapped.append(item)
+        behind = after[number:]
+        if not behind:
+            return  # at the end of items a segment would be recomputed at once, for nothing
+        yield (*before, Segment(tuple(wrapped)), *behind)
+
+
+def _next_options(chain: Chain, leaf: Leaf) -> list[int]:
+    """Numbers of the options that save the next less and the next more bytes."""
+    options = chain.stages[leaf.stage].options
+    by_size = sorted(range(len(options)), key=lambda number: options[number].kept_bytes)
+    rank = by_size.index(leaf.option)
+    return by_size[max(rank - 1, 0) : rank] + by_size[rank + 1 : rank + 2]

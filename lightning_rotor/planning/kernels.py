@@ -1,0 +1,312 @@
+"""Loops of the dynamic program: as plain Python with NumPy, or compiled by Numba, from the same text.
+
+Each function is marked with :func:`kernel`, which is Numba's ``njit`` or nothing. Both versions exist in one process:
+
+* plain, as ``lightning_rotor.planning.kernels``. Short chains use it: Numba takes 0.4 s to load once a process, in
+  which plain Python fills the table of a chain of 50 stages twice.
+* compiled, as ``lightning_rotor.planning.compiled_kernels``: :mod:`.compilation` runs this file a second time under
+  that name. A table of 100 stages is 26 times as fast then, one of 200 stages 38 times
+  (benchmarks/results/planner.md). One module cannot be both: compiled functions call one another by global names.
+
+All that the loops use stands in this file. Numba keeps compiled code as long as the file of the function that Python
+calls is unchanged, and knows nothing of other files: a constant from elsewhere would stay as it was when compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+IS_COMPILED = __name__.endswith(".compiled_kernels")
+"""True in the module that Numba compiles."""
+
+Integers: TypeAlias = npt.NDArray[np.int64]
+Seconds: TypeAlias = npt.NDArray[np.float64]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def kernel(*, is_entry: bool = False) -> Callable[[_Function], _Function]:
+    """Decorator: the function in machine code, in the module that Numba compiles; else as it is.
+
+    ``is_entry`` marks the only one that Python calls. The compiled code of all is kept on disk with it.
+    """
+
+    def unchanged(function: _Function) -> _Function:
+        return function
+
+    if not IS_COMPILED:
+        return unchanged
+    import numba  # slow to import, and not a dependency
+
+    options: dict[str, Any] = {"cache": True} if is_entry else {"no_cpython_wrapper": True}
+    # Without Python's lock, so that threads fill blocks of a table at once.
+    njit: Callable[[_Function], _Function] = numba.njit(nogil=True, **options)
+    return njit
+
+
+NEVER = 1 << 60
+"""Slot that no table has: the decision is not allowed."""
+
+# Rows of ``kept`` and ``ended``: ways to keep a stage.
+FORWARD, LEAST, TAKEN, CLASS, RECORDED = range(5)
+# Columns of ``Rows.spans``.
+START, FIRST, LAST = range(3)
+
+_FINITE = float(np.finfo(np.float64).max)
+
+
+class Requirements(NamedTuple):
+    """Slots and seconds that the decisions for a chain of ``n`` stages need and take. See :mod:`.requirements`.
+
+    Arrays are indexed by stages (``n``), by ``endings`` of a recomputation, and by *sources* of a stage's input: first
+    *variants*, in which somebody else holds it, then *classes*, by what the stage before saved of it, which pay for it.
+
+    Attributes:
+        kept: ``(n, sources, 5, ways)``: peak of the forward without ``base``, least memory, memory taken, class of the
+            output, addition to the least memory of recording all that follows. Ways are the options, and perhaps once
+            more all of them with the input free.
+        bare: ``(n, 1 + variants, options)``, least memory of a backward that needs no recomputation: behind others, or
+            alone by variant.
+    """
+
+    endings: Integers  # (n,), how many ways a stage has to end a recomputation
+    variants: Integers  # (n,), how many variants count
+    class_before: Integers  # (n + 1,), classes of all stages before
+    outermost: Integers  # (n,), first stage of the longest segment that may end there
+    base: Integers  # (endings, n, n), alive whenever i..l runs forward
+    trigger: Integers  # (n, endings), taken by the backward before it starts the recomputation
+    kept: Integers
+    kept_seconds: Seconds  # (n, ways)
+    ended: Integers  # (n, endings, sources, 5, ways), as kept, of a stage that ends a recomputation or the forward
+    ended_seconds: Seconds  # (n, ways)
+    recording: Integers  # (endings, n + 1, n), least memory to run i..l and keep everything; no endings if unused
+    bare: Integers
+    bare_seconds: Seconds  # (n, options)
+    input_slots: Integers  # (n,)
+    segment_variant: Integers  # (2, n, classes), of a segment that pays for its input; 1 in the step's forward
+    segment_least: Integers  # (2, n, classes), its least memory, its input included
+    peak: Integers  # (2, n, n), of the discarded pass over i..k
+    held: Integers  # (n, n), held by a segment i..k besides its input
+    handed_on: Integers  # (n, n), additional memory that the stages behind i..k must do without
+    discard_before: Seconds  # (n + 1,), of the discarded passes over all stages before
+    segment_seconds: float  # host time of one run of a segment
+
+
+class Rows(NamedTuple):
+    """The table: one row of seconds by memory for each interval and source."""
+
+    size: int  # numbers in a full row
+    body_rows: Integers  # (n,), row of the first interval that starts at a stage
+    rest_rows: Integers  # (n,), row of the first interval that ends at a stage
+    spans: Integers  # (rows, 3), where slot 0 would be in values, first and last stored slot; row 0 is zero everywhere
+    values: Seconds
+    used: Integers  # (areas,), how far each area of values is filled; threads fill areas of their own
+
+
+class Choices(NamedTuple):
+    """Ways to begin an interval: each takes ``seconds + row(m - shift) + other(m - other_shift)`` for ``m >= low``."""
+
+    low: Integers
+    seconds: Seconds
+    row: Integers
+    shift: Integers
+    other: Integers
+    other_shift: Integers
+
+
+@kernel()
+def kept(a: Requirements, t: Rows, first: int, last: int, ending: int, source: int) -> Choices:
+    """Choices that keep ``first``, by way."""
+    none = np.zeros(a.kept.shape[3], np.int64)
+    if first == last:
+        ways = a.ended[last, ending, source]
+        low = np.maximum(ways[FORWARD] + a.base[ending, first, last], ways[LEAST])
+        return Choices(low, a.ended_seconds[last], none, ways[TAKEN], none, none)
+    ways = a.kept[first, source]
+    low = np.maximum(ways[FORWARD] + a.base[ending, first, last], ways[LEAST])
+    if len(a.recording) > 0:
+        low = np.maximum(low, ways[RECORDED] + a.recording[ending, first + 1, last])
+    rest = rest_row(a, t, first + 1, last, ending, 0)
+    return Choices(low, a.kept_seconds[first], rest + ways[CLASS], ways[TAKEN], none, none)
+
+
+@kernel()
+def segments(a: Requirements, t: Rows, first: int, last: int, ending: int, variant: int) -> Choices:
+    """Choices that begin with a segment, by its last stage: a body, and what follows it."""
+    n = len(a.endings)
+    is_top = last == n - 1
+    base = 0 if is_top else a.base[ending, first, last]
+    held = a.held[first, first:last]
+    behind = held + a.handed_on[first, first:last]
+    low = np.maximum(held + a.peak[int(is_top), first, first:last] + base, behind)
+    body = body_row(a, t, first, first, variant)
+    rest = rest_row(a, t, 0, last, ending, 0)
+    # A nested segment's first pass runs inside its parent's, too.
+    seconds = np.full(last - first, 0.0 if is_top else a.segment_seconds)
+    bodies = np.arange(body, body + last - first)
+    return Choices(low, seconds, bodies, held, rest + a.class_before[first + 1 : last + 1], behind)
+
+
+@kernel()
+def bare(a: Requirements, t: Rows, first: int, last: int, variant: int) -> Choices:
+    """Choices of options under which ``last`` saves nothing: its backward runs first, without a recomputation."""
+    none = np.zeros(a.bare.shape[2], np.int64)
+    if first == last:
+        return Choices(a.bare[last, 1 + variant], a.bare_seconds[last] + a.segment_seconds, none, none, none, none)
+    body = body_row(a, t, first, last - 1, variant)
+    return Choices(a.bare[last, 0], a.bare_seconds[last], none + body, none, none, none)
+
+
+@kernel()
+def body_row(a: Requirements, t: Rows, first: int, last: int, variant: int) -> int:
+    """Row number of a body."""
+    row: int = t.body_rows[first] + variant * (len(a.endings) - first) + last - first
+    return row
+
+
+@kernel()
+def rest_row(a: Requirements, t: Rows, first: int, last: int, ending: int, number: int) -> int:
+    """Row number of a rest whose input has class ``number``."""
+    row: int = t.rest_rows[last] + ending * a.class_before[last + 1] + a.class_before[first] + number
+    return row
+
+
+if IS_COMPILED:
+    # Loops need no memory for the sums.
+
+    @kernel()
+    def lower_to_sums(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
+        """Lower ``target`` to the sums of two rows and ``more``."""
+        for m in range(len(target)):
+            seconds = row[m] + other[m] + more
+            if seconds < target[m]:
+                target[m] = seconds
+
+    @kernel()
+    def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
+        """Lower ``target`` to a row and ``more``."""
+        for m in range(len(target)):
+            seconds = row[m] + more
+            if seconds < target[m]:
+                target[m] = seconds
+
+else:
+
+    def lower_to_sums(target: Seconds, row: Seconds, other: Seconds, more: float) -> None:
+        """Lower ``target`` to the sums of two rows and ``more``."""
+        np.minimum(target, row + other + more, out=target)
+
+    def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
+        """Lower ``target`` to a row and ``more``."""
+        np.minimum(target, row + more, out=target)
+
+
+@kernel()
+def solve_interval(
+    a: Requirements, t: Rows, first: int, last: int, splits: Seconds, bodies: Seconds, target: Seconds
+) -> None:
+    """Fill the rests and bodies of one interval, by ending; the last three arguments are scratch memory."""
+    variants, is_top = a.bare.shape[1] - 1, last == len(a.endings) - 1
+    bodies[:] = np.inf
+    for ending in range(a.endings[last]):
+        splits[:] = np.inf
+        for variant in range(a.variants[first]):
+            lower_to_least(splits[variant], t, segments(a, t, first, last, ending, variant))
+        for number in range(a.class_before[first + 1] - a.class_before[first]):
+            # A segment or a stage that pays for its input.
+            target[:] = np.inf
+            least, paid = min(a.segment_least[int(is_top), first, number], t.size), a.input_slots[first]
+            split = splits[a.segment_variant[int(is_top), first, number]]
+            lower_to_row(target[least:], split[least - paid : t.size - paid], 0.0)
+            lower_to_least(target, t, kept(a, t, first, last, ending, variants + number))
+            put_row(t, len(a.endings) + last, rest_row(a, t, first, last, ending, number), target)
+        discarded = a.discard_before[last + 1] - a.discard_before[first] + a.segment_seconds
+        trigger = min(a.trigger[last, ending], t.size)
+        for variant in range(a.variants[first] if first == 0 or not is_top else 0):
+            lower_to_least(splits[variant], t, kept(a, t, first, last, ending, variant))
+            lower_to_row(bodies[variant, trigger:], splits[variant, trigger:], discarded)
+    for variant in range(0 if is_top else a.variants[first]):
+        lower_to_least(bodies[variant], t, bare(a, t, first, last, variant))
+        put_row(t, first, body_row(a, t, first, last, variant), bodies[variant])
+
+
+@kernel()
+def put_row(t: Rows, area: int, row: int, seconds: Seconds) -> None:
+    """Store a row without its infinite and constant ends."""
+    first = first_at_most(seconds, 0, _FINITE)
+    if first == t.size:
+        t.spans[row, FIRST] = NEVER
+        return
+    last = first_at_most(seconds, first, seconds[-1])
+    start = t.used[area]
+    t.used[area] = start + last - first + 1
+    stored = t.values[start : start + last - first + 1]
+    stored[:] = np.inf
+    lower_to_row(stored, seconds[first : last + 1], 0.0)
+    t.spans[row, START], t.spans[row, FIRST], t.spans[row, LAST] = start - first, first, last
+
+
+@kernel()
+def lower_to_least(target: Seconds, t: Rows, choices: Choices) -> None:
+    """Lower ``target``, which never increases, to the least of some choices."""
+    for number in range(len(choices.low)):
+        row, shift = choices.row[number], choices.shift[number]
+        other, other_shift = choices.other[number], choices.other_shift[number]
+        low = max(choices.low[number], t.spans[row, FIRST] + shift, t.spans[other, FIRST] + other_shift, 0)
+        if low < t.size:
+            lower_from(target, t, low, choices.seconds[number], row, shift, other, other_shift)
+
+
+@kernel()
+def lower_from(
+    target: Seconds, t: Rows, low: int, seconds: float, row: int, shift: int, other: int, other_shift: int
+) -> None:
+    """Lower ``target`` from ``low`` on to the sum of two shifted rows and ``seconds``."""
+    start, last = t.spans[row, START] - shift, t.spans[row, LAST] + shift
+    other_start, other_last = t.spans[other, START] - other_shift, t.spans[other, LAST] + other_shift
+    if last > other_last:  # the other one changes for longer
+        start, last, other_start, other_last = other_start, other_last, start, last
+    both, change = min(max(low, last), t.size), min(max(low, other_last), t.size)
+    lower_to_sums(
+        target[low:both],
+        t.values[start + low : start + both],
+        t.values[other_start + low : other_start + both],
+        seconds,
+    )
+    seconds += t.values[start + last]
+    lower_to_row(target[both:change], t.values[other_start + both : other_start + change], seconds)
+    if change < t.size:
+        seconds += t.values[other_start + other_last]
+        if target[change] > seconds:
+            target[change : first_at_most(target, change, seconds)] = seconds
+
+
+@kernel()
+def first_at_most(seconds: Seconds, begin: int, most: float) -> int:
+    """The first slot from ``begin`` on with at most ``most`` of the never increasing ``seconds``; else the length."""
+    end = len(seconds)
+    while begin < end:
+        middle = (begin + end) // 2
+        if seconds[middle] <= most:
+            end = middle
+        else:
+            begin = middle + 1
+    return begin
+
+
+@kernel(is_entry=True)
+def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int, int], whole: Seconds) -> None:
+    """Fill intervals by last stage and by length less one, shorter ones first; ``whole`` gets the step's seconds."""
+    splits = np.empty((a.bare.shape[1] - 1, t.size))
+    bodies = np.empty((a.bare.shape[1] - 1, t.size))
+    target = np.empty(t.size)
+    for last in range(columns[0], columns[1]):
+        for length in range(lengths[0], min(lengths[1], last - a.outermost[last] + 1)):
+            solve_interval(a, t, last - length, last, splits, bodies, target)
+            if last == len(a.endings) - 1 and length == last:
+                whole[:] = np.inf
+                lower_to_row(whole, splits[0], 0.0)

@@ -1,0 +1,87 @@
+"""Budget against overhead as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import cycle
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_rotor.planning import Frontier
+from lightning_rotor.report.figures import LIMIT_COLOUR, LINE_COLOURS, PHASE_COLOURS, add_legend, panels_over_time
+from lightning_rotor.simulator import Simulation
+from lightning_rotor.units import format_bytes, size_unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def plot_frontier(
+    frontier: Frontier, *, reserved_bytes: int = 0, limits: Mapping[str, int] | None = None, title: str | None = None
+) -> Figure:
+    """Draw what every budget costs in time.
+
+    Args:
+        frontier: The curve.
+        reserved_bytes: What the process holds besides activations, added to the budgets.
+        limits: Sizes to mark by name, such as memories of devices, in the units of the axis.
+        title: Above the picture.
+    Returns:
+        A figure that belongs to no window: save it with ``figure.savefig(path)``.
+    Raises:
+        PlotError: matplotlib is not installed.
+    """
+    figure, (axes,) = panels_over_time((3.8,), width=4.6)
+    most_bytes = max(frontier[-1].peak_bytes, frontier.budget_bytes or 0) + reserved_bytes
+    least_bytes = frontier[0].peak_bytes + reserved_bytes
+    span_bytes = most_bytes - least_bytes
+    unit, unit_name = size_unit(most_bytes)
+    left = max(0, least_bytes - 0.2 * span_bytes) / unit
+    right = (1.02 * most_bytes + 0.06 * span_bytes) / unit
+    budgets = [(reserved_bytes + point.peak_bytes) / unit for point in frontier]
+    percents = [100 * point.overhead for point in frontier]
+    # The last step goes on to the right border.
+    budgets.append(right)
+    percents.append(percents[-1])
+    full, pale = PHASE_COLOURS["forward"]
+    axes.axvspan(left, budgets[0], facecolor="0.93", hatch="///", edgecolor="0.8", linewidth=0, label="no schedule")
+    axes.plot(budgets, percents, drawstyle="steps-post", color=full, linewidth=1.4)
+    axes.fill_between(budgets, percents, step="post", color=pale, alpha=0.45, linewidth=0)
+    _mark(axes, frontier, reserved_bytes, unit)
+    for (name, size_bytes), colour in zip((limits or {}).items(), cycle(LINE_COLOURS)):
+        place = size_bytes / unit
+        if left < place < right:
+            label = f"{name}: {format_bytes(size_bytes)}"
+            axes.axvline(place, color=colour, linewidth=0.9, linestyle="--", label=label)
+    axes.set(xlim=(left, right), ylim=(0, 1.12 * max(percents) or 1.0))
+    axes.set(xlabel=f"memory budget ({unit_name})", ylabel="recomputation (% of the step)")
+    add_legend(figure, title)
+    return figure
+
+
+class _Spot(NamedTuple):
+    """A marked point of the curve."""
+
+    name: str
+    point: Simulation
+    marker: str
+    colour: str
+
+
+def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> None:
+    """The least budget, the knee, the plan, and where recomputation ends; the legend names them, so none overlap."""
+    line_colour = PHASE_COLOURS["forward"][0]
+    spots = [_Spot("least", frontier[0], "v", line_colour)]
+    if frontier.budget_bytes is not None:
+        spots.append(_Spot("plan", frontier.at(frontier.budget_bytes), "o", LIMIT_COLOUR))
+    spots.append(_Spot("knee", frontier.knee, "*", LINE_COLOURS[0]))
+    if len(frontier) > 1:
+        spots.append(_Spot("keep all", frontier[-1], "P", line_colour))
+    for spot in spots:
+        size_bytes = reserved_bytes + spot.point.peak_bytes
+        percent = 100 * spot.point.overhead
+        axes.plot(
+            size_bytes / unit, percent, spot.marker, color=spot.colour, clip_on=False,
+            markersize=8 if spot.marker == "*" else 6, markeredgecolor="white", markeredgewidth=0.5,
+            zorder=5 if spot.name == "plan" else 4, label=f"{spot.name}: {format_bytes(size_bytes)}, {percent:.1f} %",
+        )  # fmt: skip

@@ -1,0 +1,180 @@
+"""Tables of rich: a plan in a few rows, what it does with each stage, and the curve of budgets.
+
+Registered in :mod:`lightning_rotor.shown`, so that plans and curves show them when they are printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from itertools import groupby
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning import Frontier, Plan
+from lightning_rotor.planning.plan import plain_simulation
+from lightning_rotor.report.stage_names import from_to, shortened
+from lightning_rotor.schedule import Item, Leaf, schedule_line, segments_in
+from lightning_rotor.shown import cell, table_of
+from lightning_rotor.simulator import held_by_stage
+from lightning_rotor.units import format_bytes, format_seconds
+
+_BAR_WIDTH = 24
+_MOST_ROWS = 24
+_MODULES_WIDTH = 46
+
+
+@table_of.register
+def _(plan: Plan) -> Group:
+    return Group(plan_table(plan), stage_table(plan))
+
+
+@table_of.register
+def _(frontier: Frontier) -> Table:
+    return frontier_table(frontier)
+
+
+def plan_table(
+    plan: Plan,
+    *,
+    limit_bytes: int | None = None,
+    reserved_bytes: int = 0,
+    final_peak_bytes: int = 0,
+    measured_peak_bytes: int | None = None,
+    plain_peak_bytes: int | None = None,
+    extra_rows: Iterable[tuple[str, str]] = (),
+) -> Table:
+    """Summarise a plan in a few rows, for ``rich.print``.
+
+    ``reserved_bytes``, what the process holds besides activations, are added to the plan's budget and peaks, and are
+    included in the measured and the plain peak. ``final_peak_bytes`` is the peak behind the backward, when optimizers
+    step, which no plan changes. The plain peak is the simulator's unless it is given, and the limit what the plan was
+    to keep.
+    """
+    peak_bytes = reserved_bytes + plan.peak_bytes
+    if plain_peak_bytes is None:
+        plain_peak_bytes = max(reserved_bytes + plain_simulation(plan).peak_bytes, final_peak_bytes)
+    if limit_bytes is None:
+        limit_bytes = reserved_bytes + plan.budget_bytes
+    table = Table(title="Recomputation plan", box=box.ROUNDED, show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("Budget", _budget(limit_bytes, peak_bytes, reserved_bytes))
+    table.add_row("Peak without recomputation", format_bytes(plain_peak_bytes))
+    table.add_row("Peak with the plan", _peak(peak_bytes, final_peak_bytes))
+    if measured_peak_bytes is not None:
+        table.add_row("Peak measured", format_bytes(measured_peak_bytes))
+    table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")
+    table.add_row("Gap to the optimum", f"at most {100 * plan.gap:.1f} % of the step")
+    table.add_row("Recomputed stages", f"{len(plan.recomputed)} of {len(plan.chain)}")
+    if plan.inverted:
+        table.add_row("Inverted stages", f"{len(plan.inverted)} of {len(plan.chain)}")
+    withheld = [stage for stage in plan.chain if stage.not_inverted]
+    if withheld:
+        last = withheld[-1]
+        table.add_row("Not inverted", cell(f"{len(withheld)}, such as {last.name!r}: {last.not_inverted}"))
+    table.add_row("Planning", format_seconds(plan.solve_seconds))
+    table.add_row("Schedule", schedule_line(plan.schedule))
+    for name, value in extra_rows:
+        table.add_row(cell(name), cell(value))
+    return table
+
+
+def _budget(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
+    limit = format_bytes(limit_bytes)
+    if limit_bytes < peak_bytes:
+        return f"{limit}, which no plan keeps: this one takes least"
+    if reserved_bytes:
+        return f"{limit}, {format_bytes(limit_bytes - reserved_bytes)} of it for activations and new gradients"
+    return limit
+
+
+def _peak(peak_bytes: int, final_peak_bytes: int) -> str:
+    if final_peak_bytes > peak_bytes:
+        return f"{format_bytes(final_peak_bytes)}, when the optimizer steps; {format_bytes(peak_bytes)} until then"
+    return format_bytes(peak_bytes)
+
+
+def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
+    """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
+    *rows, total = _rows(plan)
+    if len(rows) > most_rows:
+        rows[most_rows // 2 : len(rows) - (most_rows - 1) // 2] = [tuple("⋮⋮⋮⋮⋮")]
+    table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
+    # Where it is narrow, names give way and numbers do not.
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table.add_column("stages", justify="right", no_wrap=True, min_width=max(widths[0], 6))
+    table.add_column("modules", overflow="ellipsis", no_wrap=True, max_width=_MODULES_WIDTH)
+    table.add_column("forward", no_wrap=True, min_width=widths[2])
+    table.add_column("held", justify="right", min_width=8)
+    table.add_column("again", justify="right", no_wrap=True, min_width=7)
+    for row in rows:
+        table.add_row(*map(cell, row))
+    table.add_section()
+    table.add_row(*map(cell, total), style="bold")
+    return table
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Cells for each run of stages that the schedule treats alike, and then for all of them together."""
+    names = plan.chain.names
+    held_bytes = held_by_stage(plan.chain, plan.schedule)
+    again_seconds = [0.0] * len(plan.chain)
+    for event in plan.simulation.events:
+        if event.phase == "recompute":
+            again_seconds[event.stage] += event.seconds
+
+    def sums(first: int, last: int) -> tuple[str, str]:
+        again = sum(again_seconds[first : last + 1])
+        held = sum(held_bytes[first : last + 1])
+        return format_bytes(held), format_seconds(again) if again else ""
+
+    for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
+        items = list(group)
+        # Each segment holds an input of its own, so each gets a row.
+        runs = [items] if isinstance(items[0], Leaf) else [[item] for item in items]
+        for run in runs:
+            first, last = run[0].first, run[-1].last
+            span = str(first) if first == last else f"{first}-{last}"
+            yield span, from_to(names[first], names[last], shortened), treatment, *sums(first, last)
+    peak = f"peak {format_bytes(plan.peak_bytes)} at {shortened(names[plan.simulation.peak_stage])}"
+    yield "", peak, "", *sums(0, len(names))
+
+
+def _treatment(chain: Chain, item: Item) -> str:
+    """A word or two for the column ``forward``."""
+    if isinstance(item, Leaf):
+        option = chain.stages[item.stage].options[item.option]
+        if option.inverts:
+            return option.name
+        return f"keep, {option.name}" if item.option else "keep"
+    nested = sum(1 for _ in segments_in(item.items))
+    return f"recompute, {nested} nested" if nested else "recompute"
+
+
+def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
+    """Table of budgets against their time, ``reserved_bytes`` of the process added, for ``rich.print``."""
+    rows = frontier.thinned(most_rows)
+    worst = rows[0].overhead
+    table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
+    for name in ("budget", "overhead", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column("", no_wrap=True)
+    marked = {"least": rows[0], "knee": frontier.knee}
+    if frontier.budget_bytes is not None:
+        marked["this plan"] = frontier.at(frontier.budget_bytes)
+    if rows[-1].overhead < 1e-6:
+        marked["keep all"] = rows[-1]
+    for point in rows:
+        table.add_row(
+            format_bytes(reserved_bytes + point.peak_bytes),
+            f"{point.overhead:.2%}",
+            format_seconds(point.seconds),
+            "█" * round(_BAR_WIDTH * point.overhead / worst) if worst else "",
+            ", ".join(note for note, marked_point in marked.items() if marked_point == point),
+        )
+    return table

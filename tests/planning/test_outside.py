@@ -1,0 +1,160 @@
+"""What a measured step has taken around its calls, against simulations of steps whose outside is known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.planning import Plan, minimum_budget, scheduled
+from lightning_rotor.planning.joint_chain import Outside, concatenated, joined
+from lightning_rotor.planning.outside import foresight, measured_outside
+from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import Simulation, simulate
+from tests.planning.test_joint_chain import NAMES, OUTSIDE, budgets, pair, planned
+from tests.strategies import KINDS, random_chain
+from tests.test_simulator import STAGE
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_step_shows_of_the_outside_is_what_there_was(seed: int) -> None:
+    """A step that is as the simulation says, measured as its phases would be, under another schedule."""
+    chains = pair(seed)
+    lengths = [len(chain) for chain in chains]
+    schedule = planned(chains, budgets(chains)[2]).schedule
+    real = simulate(joined(NAMES, chains, OUTSIDE), schedule)
+    found = measured_outside(
+        simulate(joined(NAMES, chains), schedule), lengths, [0, 1], phases_of(real, lengths), lingering_bytes=0
+    )
+    assert found is not None
+    again = simulate(joined(NAMES, chains, found), schedule)
+    assert [event.peak_bytes for event in again.events] == pytest.approx(
+        [event.peak_bytes for event in real.events], abs=40
+    )
+    assert again.peak_bytes >= real.peak_bytes
+
+
+def phases_of(real: Simulation, lengths: list[int]) -> list[StepPhase]:
+    """The phases of a simulated step with two calls, as a meter would tell them."""
+    second = lengths[0] + 1
+    marks = {
+        ("forward", 0): Mark(PhaseKind.FORWARD, 0),
+        ("forward", lengths[0]): Mark(PhaseKind.AFTER, 0),
+        ("forward", second): Mark(PhaseKind.FORWARD, 1),
+        ("forward", sum(lengths) + 1): Mark(PhaseKind.AFTER, 1),
+        ("backward", sum(lengths) + 1): Mark(PhaseKind.LOSS),
+    }
+    phases: list[StepPhase] = []
+    level, mark = 0, Mark(PhaseKind.START)
+    for event in real.events:
+        new = marks.get((event.phase, event.stage), mark)
+        if event.phase != "forward" and event.stage not in (lengths[0], sum(lengths) + 1):
+            new = Mark(PhaseKind.BACKWARD, int(event.stage >= second))
+        if new != mark:
+            phases.append(StepPhase(new, level, event.peak_bytes, event.after_bytes))
+        else:
+            last = phases[-1]
+            phases[-1] = StepPhase(new, last.start_bytes, max(last.peak_bytes, event.peak_bytes), event.after_bytes)
+        mark, level = new, event.after_bytes
+    return phases
+
+
+def chain_alone(seed: int) -> Chain:
+    return random_chain(random.Random(seed), 6, KINDS[seed % len(KINDS)])
+
+
+def phases_of_one(real: Simulation, length: int, number: int) -> list[StepPhase]:
+    """The phases of a simulated step with one call, which has this number, as a meter would tell them."""
+    phases = [StepPhase(Mark(PhaseKind.START), 0, 0, 0)]
+    level = 0
+    for event in real.events:
+        if event.phase == "forward":
+            kind = PhaseKind.AFTER if event.stage == length else PhaseKind.FORWARD
+        else:
+            kind = PhaseKind.LOSS if event.stage == length else PhaseKind.BACKWARD
+        mark = Mark(kind, None if kind is PhaseKind.LOSS else number)
+        last = phases[-1]
+        if mark == last.mark:
+            phases[-1] = StepPhase(mark, last.start_bytes, max(last.peak_bytes, event.peak_bytes), event.after_bytes)
+        else:
+            phases.append(StepPhase(mark, level, event.peak_bytes, event.after_bytes))
+        level = event.after_bytes
+    return phases
+
+
+AROUND = Outside(forward_bytes=20, after_bytes=90, backward_bytes=35, loss_bytes=70)
+
+
+@pytest.mark.parametrize("lingering_bytes", [0, 11])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_measured_step_foretells_steps_under_other_plans(seed: int, lingering_bytes: int) -> None:
+    chain = chain_alone(seed)
+    least = minimum_budget(chain, lingering_bytes=lingering_bytes)
+    kept = scheduled(chain, Schedule.keep_all(len(chain)), lingering_bytes=lingering_bytes)
+
+    def real(plan: Plan) -> Simulation:
+        return simulate(joined([""], [chain], [AROUND]), concatenated([plan.schedule]), **plan.conditions)
+
+    phases = [phase.raised(1000) for phase in phases_of_one(real(kept), len(chain), 4)]
+    optimizer = StepPhase(Mark(PhaseKind.OPTIMIZER, optimizer="Adam"), 5000, 9000, 5000)
+    foretold = foresight(kept, [4], [*phases, optimizer], 1000)
+    assert foretold is not None
+    for plan in (kept, least):
+        assert foretold(plan) >= 1000 + real(plan).peak_bytes
+        assert foretold(plan) <= 1000 + real(plan).peak_bytes + 40
+
+
+def test_the_call_with_most_around_it_counts() -> None:
+    chain = chain_alone(0)
+    kept = scheduled(chain, Schedule.keep_all(len(chain)))
+    plain = simulate(joined([""], [chain]), concatenated([kept.schedule]))
+    phases = phases_of_one(plain, len(chain), 0)
+    above = [phase.raised(300) for phase in phases_of_one(plain, len(chain), 1)]
+    foretold = [foresight(kept, numbers, [*phases, *above], 0) for numbers in ([0], [1])]
+    assert None not in foretold
+    assert foretold[0](kept) < foretold[1](kept)  # type: ignore[misc]
+    one_of_both = foresight(kept, [0, 1], [*phases, *above], 0)
+    assert one_of_both is not None
+    assert one_of_both(kept) == foretold[1](kept)  # type: ignore[misc]
+
+
+def test_a_call_that_the_meter_did_not_see_foretells_nothing() -> None:
+    chain = chain_alone(0)
+    kept = scheduled(chain, Schedule.keep_all(len(chain)))
+    phases = phases_of_one(simulate(joined([""], [chain]), concatenated([kept.schedule])), len(chain), 0)
+    assert foresight(kept, [0, 1], phases, 0) is None
+    assert foresight(kept, [], phases, 0) is None
+    assert measured_outside(kept.simulation, [len(chain)], [1], phases, lingering_bytes=0) is None
+
+
+def test_what_lies_around_a_call_is_what_its_phases_exceed_the_simulation_by() -> None:
+    """Phase by phase, with figures that differ: the start counts where it exceeds by more than the peak."""
+    chain = Chain((STAGE, STAGE))
+    simulation = simulate(joined(["net"], [chain]), Schedule.keep_all(3), lingering_bytes=5)
+    forward, after, backward = _peaks(simulation)
+    phases = [
+        StepPhase(Mark(PhaseKind.START), 0, 900, 0),
+        StepPhase(Mark(PhaseKind.FORWARD, 0), 5 + 3, forward + 2, 0),
+        StepPhase(Mark(PhaseKind.AFTER, 0), 0, after + 40, 0),
+        StepPhase(Mark(PhaseKind.LOSS), 0, after - 5 + 17, 0),
+        StepPhase(Mark(PhaseKind.AFTER, 0), 0, after + 33, 0),
+        StepPhase(Mark(PhaseKind.LOSS), 0, after - 5 + 60, 0),
+        StepPhase(Mark(PhaseKind.BACKWARD, 0), 0, backward + 70, 0),
+        StepPhase(Mark(PhaseKind.END), 0, 5000, 0),
+    ]
+    (around,) = measured_outside(simulation, [2], [0], phases, lingering_bytes=5) or ()
+    assert around == Outside(forward_bytes=3, after_bytes=40, backward_bytes=70, loss_bytes=60)
+    phases[1] = replace(phases[1], peak_bytes=forward + 8)
+    (around,) = measured_outside(simulation, [2], [0], phases[:2], lingering_bytes=5) or ()
+    assert around == Outside(forward_bytes=8, after_bytes=-after, backward_bytes=0, loss_bytes=5 - after)
+
+
+def _peaks(simulation: Simulation) -> tuple[int, int, int]:
+    """Of the forward of two stages, of the code behind them, and of their backward with that code's."""
+    forward = max(event.peak_bytes for event in simulation.events if event.phase == "forward" and event.stage < 2)
+    after = next(event.peak_bytes for event in simulation.events if event.phase == "forward" and event.stage == 2)
+    backward = max(event.peak_bytes for event in simulation.events if event.phase != "forward" and event.stage < 2)
+    return forward, after, backward
