@@ -360,7 +360,7 @@ class PlannedModules:
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    """True if a module lies in another one, or is it. A metric of torchmetrics equals any module, so ``==`` is no way."""
+    """True if a module lies in another one, or is it. A metric of torchmetrics equals any module by ``==``."""
     return any(each is inner for each in outer.modules())
 
 

@@ -351,8 +351,8 @@ END = "end"
 class StepMeter:
     """Measures what code between two calls allocates, on one device.
 
-    Frees of older blocks count, by default of all. The CPU's allocator knows the size only of blocks that it was watched
-    to take, so measure consecutive steps, from one without gradients on.
+    Frees of older blocks count, by default of all. The CPU's allocator knows the size only of blocks that it was
+    watched to take, so measure consecutive steps, from one without gradients on.
 
     Args:
         device: A CPU or CUDA device.
