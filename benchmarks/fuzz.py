@@ -57,18 +57,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from benchmarks.fuzz_objects import Prefetched
-from benchmarks.fuzz_programs import (
-    HOOKS,
-    Net,
-    Node,
-    Program,
-    UserError,
-    batches,
-    draw,
-    legal,
-    loader,
-    parse,
-)
+from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, loader, parse
 from benchmarks.gloo_processes import Failure, Processes
 from benchmarks.random_chains import random_schedule
 from lightning_rotor import (
@@ -268,6 +257,7 @@ class Library:
         self.program, self.recomputed, self.callbacks = program, 0, []
         self.limit_bytes, self.wanted_bytes = limit_bytes, 0
         self.over: list[Over] = []
+        self._phases: Any = None  # of the step measured last
 
     def wrap(self, net: Net) -> None:
         if not has_trainer(self.program):
@@ -299,8 +289,6 @@ class Library:
         self._phases = watch.phases
         if is_new and number and watch.peak_bytes > limit_bytes > 0:
             self.over.append(Over(number, watch.peak_bytes, limit_bytes, planner.plan, "unknown"))
-
-    _phases: Any = None
 
     def chosen(self, profile: Profile, budget: Budget, reserved_bytes: int = 0) -> int:
         """The limit."""

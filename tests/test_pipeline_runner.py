@@ -19,7 +19,7 @@ from benchmarks.pipeline_models import ROWS, Counting, Tail, build, model_of, te
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError
 from lightning_rotor.pipeline.pipeline_schedule import PipelineError
-from lightning_rotor.pipeline.pipelined import Pipeline, pipelined
+from lightning_rotor.pipeline.pipelined import Pipeline, cut_for_rows, pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.step import PipelineOptions
 from lightning_rotor.profiling.meters import CpuMeter
@@ -403,3 +403,24 @@ def test_a_batch_is_split_along_its_rows_and_put_together_again() -> None:
 def test_a_batch_without_rows_is_refused(batch: Any) -> None:
     with pytest.raises(PipelineError, match="expected tensors that all have one row for each sample"):
         rows_in(batch)
+
+
+class AsksForRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 1000:
+            raise ValueError("too many rows")
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_forward_that_asks_for_its_number_of_rows_is_cut_for_that_number() -> None:
+    x = torch.randn(24, 6)
+    cut = cut_for_rows(AsksForRows(), (x,), {})
+    assert len(cut.stages) == 3
+    assert cut.bind((x,), {}) is not None
+    assert cut.bind((x[:23],), {}) is None

@@ -342,7 +342,7 @@ class _Measuring:
             seen.add(key)
 
     def _walk(self, stages: Sequence[Stage]) -> Iterator[tuple[int, Boundary]]:
-        """The numbers of stages with their inputs, which runs from the numbers that the scan began with have made."""
+        """The numbers of stages with their inputs. Each stage runs from where the scan ran it, and so draws alike."""
         for number, boundary in walk(stages, self._inputs):
             yield number, boundary
             for start in self.behaviours[number].starts[:1]:

@@ -64,10 +64,11 @@ def drawn_since(
     if behind is not None:
         drawn = before.changed()
         before.restore(drawn)
-        again()
-        moved = before.changed()
-        behind.restore()
-        return drawn & moved
+        try:
+            again()
+            return drawn & (before.changed() | frozenset(certain))
+        finally:
+            behind.restore()
     for _ in range(_RUNS):
         if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
             return drawn
