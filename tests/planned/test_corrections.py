@@ -1,0 +1,99 @@
+"""What measured steps have taught about chains."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from benchmarks.random_chains import random_chain
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planned import corrections
+from lightning_rotor.planned.corrections import Corrections
+from lightning_rotor.planning import Plan, minimum_budget, plan
+
+
+def chain(seed: int, stages: int = 6) -> Chain:
+    return random_chain(random.Random(seed), stages, "odd")
+
+
+class Modules:
+    """Plans one chain with what a search leaves it of so many bytes."""
+
+    def __init__(self, known: Corrections, available_bytes: int) -> None:
+        self.known, self.available_bytes, self.made = known, available_bytes, list[Plan]()
+
+    def replan(self, stale: Plan) -> Plan:
+        budget_bytes = self.available_bytes - self.known.of(stale.chain)
+        try:
+            self.made.append(plan(stale.chain, max(budget_bytes, 1)))
+        except BudgetError as error:
+            raise BudgetError(
+                str(error), budget_bytes=budget_bytes, minimum_bytes=error.minimum_bytes, stage=error.stage
+            ) from None
+        return self.made[-1]
+
+
+def corrected(known: Corrections, before: Plan, measured_bytes: int, limit_bytes: int) -> tuple[bool, list[Plan]]:
+    modules: Any = Modules(known, limit_bytes)
+    is_better = known.correct(
+        modules, before, measured_bytes, limit_bytes=limit_bytes, available_bytes=limit_bytes, foresight=lambda: None
+    )
+    return is_better, modules.made
+
+
+def test_a_chain_that_was_never_watched_gets_the_largest_correction_in_proportion() -> None:
+    known, small, large = Corrections(), chain(1), chain(1, 24)
+    assert known.of(small) == 0
+    known.search_for(small).correction_bytes = 100
+    assert known.of(small) == 100
+    assert small in known
+    assert large not in known
+    assert known.of(large) == int(100 * large.kept_bytes / small.kept_bytes) > 100
+    known.search_for(chain(2)).correction_bytes = -5
+    assert known.of(small) == 100
+
+
+def test_plain_types_bring_corrections_back() -> None:
+    known = Corrections()
+    known.search_for(chain(3)).correction_bytes = 77
+    again = Corrections()
+    again.recall(known.to_plain())
+    assert again.of(chain(3)) == 77
+    assert again.to_plain() == known.to_plain()
+
+
+def test_only_the_chains_used_last_are_remembered(monkeypatch: Any) -> None:
+    monkeypatch.setattr(corrections, "_MOST_CHAINS", 2)
+    known = Corrections()
+    for seed in (4, 5, 4, 6):
+        known.search_for(chain(seed))
+    assert chain(4) in known
+    assert chain(5) not in known
+    assert chain(6) in known
+
+
+def test_a_step_beyond_the_limit_leads_to_a_smaller_plan() -> None:
+    known, costs = Corrections(), chain(7)
+    least = minimum_budget(costs).peak_bytes
+    before = plan(costs, 2 * least)
+    is_better, made = corrected(known, before, 2 * least + least // 2, 2 * least)
+    assert is_better
+    assert made[-1].peak_bytes < before.peak_bytes
+
+
+def test_a_step_far_below_the_limit_leads_to_a_larger_plan() -> None:
+    known, costs = Corrections(), chain(8)
+    least = minimum_budget(costs).peak_bytes
+    before = plan(costs, int(1.2 * least))
+    is_better, made = corrected(known, before, before.peak_bytes, 10 * least)
+    assert is_better
+    assert made[-1].seconds < before.seconds
+
+
+def test_the_least_plan_beyond_the_limit_cannot_be_bettered() -> None:
+    known, costs = Corrections(), chain(9)
+    before = minimum_budget(costs)
+    is_better, made = corrected(known, before, 2 * before.peak_bytes, before.peak_bytes)
+    assert not is_better
+    assert not [each for each in made if each.schedule != before.schedule]
