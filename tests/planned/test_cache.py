@@ -1,0 +1,97 @@
+"""Plans and costs by signature and turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor import Checkpointable
+from lightning_rotor.planned.cache import PlanCache
+from lightning_rotor.planned.measurements import Measurements
+from lightning_rotor.planned.other_sizes import best_of, least_overhead_of, lost_by
+from lightning_rotor.planned.prepared import Costs, Prepared, costs_of
+from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning import minimum_budget, scheduled
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
+
+
+def entry_for(rows: int) -> tuple[Signature, Prepared]:
+    """A small chain, measured and planned without recomputation."""
+    net = Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(rows, 8), show_progress=False)
+    chain = net.chain
+    assert chain is not None
+    net.use(Schedule.keep_all(len(chain)))
+    signature, entry = net._planned.plans.cache.latest
+    assert isinstance(entry, Prepared)
+    return signature, entry
+
+
+def test_costs_of_one_turn_are_those_of_another_and_its_plan_is_not() -> None:
+    cache, (signature, entry) = PlanCache(4), entry_for(4)
+    cache.put(signature, entry)
+    assert cache.use(signature) is entry
+    other = cache.use(signature, ("left",))
+    assert isinstance(other, Costs)
+    assert other.turn == ("left",)
+    assert other.profile is entry.profile
+
+
+def test_plans_and_signatures_go_separately_and_every_change_ends_the_steady_call() -> None:
+    cache, (signature, entry) = PlanCache(4), entry_for(4)
+    facts: Any = object()
+    cache.put(signature, entry)
+    cache.note_last(signature, entry, facts)
+    assert cache.steady is not None  # the user has chosen its schedule
+    cache.keep_only_plans(lambda plan: False)
+    assert cache.steady is None
+    assert cache.use(signature) == entry.costs or isinstance(cache.use(signature), Costs)
+    assert not list(cache.planned())
+    cache.keep_only(lambda _: False)
+    assert cache.use(signature) is None
+
+
+def test_the_signatures_used_last_are_kept() -> None:
+    cache, (signature, entry) = PlanCache(1), entry_for(4)
+    other, other_entry = entry_for(5)
+    cache.put(signature, entry)
+    cache.put(other, other_entry)
+    assert signature not in cache
+    assert cache.latest == (other, other_entry)
+
+
+def test_sizes_in_between_are_estimated_and_far_ones_are_measured() -> None:
+    net = Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(16, 8), show_progress=False)
+    plans, measurements = net._planned.plans, Measurements()
+    for rows in (16, 24):
+        signature, value = plans.bind((torch.randn(rows, 8),), {})
+        measurements.add(signature, plans.measure(signature, value).profile)
+    between, _ = plans.bind((torch.randn(20, 8),), {})
+    estimate = measurements.estimate(between)
+    assert estimate is not None
+    assert estimate.is_near
+    truth = plans.measure(between, torch.randn(20, 8)).profile.chain
+    assert truth.kept_bytes <= estimate.profile.chain.kept_bytes <= 1.1 * truth.kept_bytes
+    far, _ = plans.bind((torch.randn(64, 8),), {})
+    assert measurements.estimate(far) is None
+    measurements.keep_only(lambda _: False)
+    assert measurements.estimate(between) is None
+
+
+def test_a_new_size_takes_the_fastest_schedule_that_fits() -> None:
+    from lightning_rotor.memory.budget import Budget
+
+    _, entry = entry_for(64)
+    chain = entry.profile.chain
+    least, keep_all = minimum_budget(chain), Schedule.keep_all(len(chain))
+    most = simulate(chain, keep_all).peak_bytes
+    assert best_of(chain, [least], Budget(most), 0.0, slots=500).schedule == keep_all  # type: ignore[union-attr]
+    tight = Budget(least.peak_bytes)
+    assert best_of(chain, [least], tight, 0.0, slots=500).schedule == least.schedule  # type: ignore[union-attr]
+    assert best_of(chain, [least], Budget(1), 0.0, slots=500) is None
+    assert lost_by(least, 0.0) > lost_by(least, least.overhead) == 0.0
+    with_plan = costs_of(entry).under(entry_for(64)[0], scheduled(chain, least.schedule))
+    assert least_overhead_of([(64, with_plan)], 128, chain, tight) == with_plan.plan.overhead
+    assert least_overhead_of([(64, with_plan)], 32, entry_for(32)[1].profile.chain, tight) == 0.0
