@@ -228,7 +228,7 @@ class Checkpointable(nn.Module):
         return self._planned.plans.use(plan)
 
     def frontier(self) -> Frontier:
-        """What every limit would cost in time, for the input signature used last.
+        """The time that every limit would cost, for the input signature used last.
 
         Returns:
             The curve; sizes are limits as in the constructor.
@@ -268,7 +268,7 @@ class Checkpointable(nn.Module):
 
     @property
     def chain(self) -> Chain | None:
-        """What was measured for the input signature used last, or None."""
+        """The measured costs for the input signature used last, or None."""
         return self._latest().profile.chain if len(self._planned.plans.cache) else None
 
     forward = _Forward()

@@ -109,7 +109,7 @@ class _ProcessPlan:
         )
 
     def table(self) -> Table:
-        """What the plan, and each of its calls if it is for several, costs."""
+        """A table of the costs of the plan, and of each of its calls if it is for several."""
         rows = [("Measuring", format_seconds(self.measuring_seconds))]
         if self.measured_overhead is not None:
             rows.append(("Overhead measured", f"{100 * self.measured_overhead:.1f} % of the step"))
@@ -390,7 +390,7 @@ class RotorCallback(Callback):
         return f"{type(self).__qualname__}{ ({'module': self._module_name})!r}"
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured and planned so far, in plain types."""
+        """Measurements and plans so far, in plain types."""
         if self._planner is not None:
             self._planner.save()
             self._saved = self._planner.saved

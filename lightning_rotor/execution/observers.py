@@ -66,7 +66,7 @@ class Observers:
         self._registered = []
 
     def _without_collectors(self, quiet: list[_Registered]) -> list[_Registered]:
-        """Those that are not inside of code which may read what hooks collect."""
+        """Hooks that are not inside of code which may read what hooks collect."""
         # Code around hooked modules may read what hooks keep, wherever that is: transformers collects hidden states so.
         # All hooks in there run again then, for the place in the collection counts as well.
         keeping = {entry.watched.module for entry in self._registered if entry.watched.kept}
@@ -80,7 +80,7 @@ class Observers:
         return [entry for entry in quiet if entry.watched.module not in around]
 
     def _without_writers(self, quiet: list[_Registered], before: Snapshot) -> list[_Registered]:
-        """Those that changed nothing which code or acting hooks can read."""
+        """Hooks that changed nothing which code or acting hooks can read."""
         acting = [entry.watched.innermost for entry in self._registered if entry.watched.acted]
         own_code = list(filter(has_own_code, self._modules))
         if not quiet or not (acting or own_code):

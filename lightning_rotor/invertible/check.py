@@ -33,7 +33,7 @@ _INEXACT = "Correct the inverse; bound what it divides by; keep activations in f
 
 @dataclass(frozen=True, slots=True)
 class InverseReport:
-    """What :func:`check_inverse` found.
+    """The findings of :func:`check_inverse`.
 
     Attributes:
         error: Largest difference between the input and what the inverse made of the output.
@@ -99,7 +99,7 @@ class _Trial:
     moment: Moment
 
     def run(self, rtol: float, atol: float) -> InverseReport:
-        """What is found, or an InverseError."""
+        """The findings, or an InverseError."""
         output, shares = self._forward(self.moment.first())
         _require_finite(tree_leaves(output), name=self.name, what="output")
         again, _ = self._forward(self.moment.again())
@@ -211,7 +211,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
-    """What is against a module's inverse as it is now, and else against its fused backward; empty if nothing is."""
+    """The objection to a module's inverse as it is now, or else to its fused backward; empty if there is none."""
     if any(map(is_fake, tensors_in(value))):
         return "it is only estimated, and whether its inverse is right shows with values", ""
     precision = precision_of(tensors_in(value))

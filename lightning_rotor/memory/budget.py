@@ -59,7 +59,7 @@ def limit_error(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a plan may use of a device's memory.
+    """The memory of a device that a plan may use.
 
     Attributes:
         available_bytes: Most that the chain may allocate in one step, beyond what is allocated when its forward begins.
@@ -146,7 +146,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """What a training process holds on a device while a chain runs, in bytes.
+    """The memory that a training process holds on a device while a chain runs, in bytes.
 
     Attributes:
         optimizer_bytes: As large as it will be after the first step of all optimizers, and while a closure runs.
@@ -197,7 +197,7 @@ class ResidentMemory:
 
     @property
     def staying_bytes(self) -> int:
-        """What is there when an optimizer steps, all gradients included."""
+        """Bytes that are there when an optimizer steps, all gradients included."""
         return (
             self.parameter_bytes
             + self.buffer_bytes
@@ -210,7 +210,7 @@ class ResidentMemory:
         )
 
     def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:
-        """What remains for the chain; ``correction_bytes`` were found to be used by something else (the loss, say)."""
+        """The rest, for the chain; ``correction_bytes`` were found to be used by something else (the loss, say)."""
         staying_gradients = 0 if self.gradients_linger else self.chain_gradient_bytes
         parts = {
             "parameters": self.parameter_bytes + self.buffer_bytes,
@@ -234,7 +234,7 @@ class ResidentMemory:
 def allocated_bytes(
     model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
-    """What training holds on a device now: on CUDA all that the allocator gave out, on the CPU what can be named."""
+    """Bytes that training holds on a device now: on CUDA all that the allocator gave out, on the CPU what can be named."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return named_bytes(model, optimizers, batch, device)
@@ -243,7 +243,7 @@ def allocated_bytes(
 def named_bytes(
     model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
-    """What parameters, buffers, gradients, optimizers and the batch take at this moment."""
+    """Bytes of parameters, buffers, gradients, optimizers and the batch at this moment."""
     return (
         held.parameter_bytes(model, device)
         + held.buffer_bytes(model, device)
@@ -359,7 +359,7 @@ def _read(path: Path) -> str:
 
 
 def usable_bytes(device: torch.device | str) -> int:
-    """What tensors of this process can still take on a device, without any allocation that fails."""
+    """Bytes that tensors of this process can still take on a device, without any allocation that fails."""
     device = torch.device(device)
     if device.type != "cuda":
         return device_memory(device).free_bytes

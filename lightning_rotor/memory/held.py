@@ -77,7 +77,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 
 def block_bytes(size_bytes: int, device: torch.device) -> int:
-    """What an allocation of ``size_bytes`` adds to the allocator's count on a device."""
+    """Bytes that an allocation of ``size_bytes`` adds to the allocator's count on a device."""
     return in_blocks(size_bytes, BLOCK_BYTES.get(device.type, 1))
 
 

@@ -125,7 +125,7 @@ def simulate_pipeline(
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """What happens at once: one entry for each device that acts."""
+    """Actions at once: one entry for each device that acts."""
 
     devices: Integers
     places: Integers  # of their actions
@@ -183,7 +183,7 @@ class StepSimulator:
         return last
 
     def _found(self, order: Integers) -> Iterator[_Round]:
-        """What happens, round by round."""
+        """The actions, round by round."""
         m, stages = self._m, self._stages
         needed = (order[..., 0] + order[..., 1] * stages) * m + order[..., 2]
         there = np.zeros((2 * stages + 1, m), bool)

@@ -294,7 +294,7 @@ class Pipeline:
         self._cut.start()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that this process trains, for its optimizer."""
+        """Parameters that this process trains, for its optimizer."""
         return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
 
     def step(self, run: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:

@@ -128,7 +128,7 @@ def _place(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What parts need to know of the micro-batches that run."""
+    """Facts that parts need of the micro-batches that run."""
 
     layouts: tuple[tuple[Layout, ...], ...] = ()  # by micro-batch, of each cut, input and output included
     seed: int = 0
@@ -429,7 +429,7 @@ class PipelineRunner:
     def _looked_at(
         self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], settings: Settings
     ) -> tuple[Any, list[torch.Tensor]]:
-        """What a stage makes: its layout or what is wrong with it, and the tensors."""
+        """The result of a stage: its layout or what is wrong with it, and the tensors."""
         part, trained = self._parts[number], torch.is_grad_enabled()
         given = [t.detach().requires_grad_(meta.requires_grad) for t, meta in zip(tensors, layout.metas, strict=True)]
         with ExitStack() as context:
@@ -450,7 +450,7 @@ class PipelineRunner:
     # ---------------------------------------------------------------- a step
 
     def _prepared(self, step: Step, inputs: Inputs) -> tuple[Callable[[], Any], list[MicroBatchStage]]:
-        """What runs a schedule of torch for a step, and its stages; those of the last one if it was alike."""
+        """The runner of a schedule of torch for a step, and its stages; those of the last one if it was alike."""
         for part in self._parts.values():
             part.step = step
         key = step.layouts, step.trains

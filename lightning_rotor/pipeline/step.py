@@ -120,7 +120,7 @@ current: ContextVar[PausedCall | None] = ContextVar("current", default=None)
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """How to pipeline."""
+    """Settings of a pipeline."""
 
     micro_batches: int = 8
     schedule: PipelineScheduleName = "1f1b"

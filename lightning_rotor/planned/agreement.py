@@ -227,7 +227,7 @@ class Agreement(Ranks):
 
 
 def told_by_all(told: Told, group: Any = None) -> list[Told]:
-    """The answers of all processes of a group, by default of all there are, in their order. Each waits for the others."""
+    """The answers of all processes of a group, by default of all there are, in their order. Each waits for all."""
     heard = [told] * dist.get_world_size(group)
     dist.all_gather_object(heard, told, group=group)
     return heard

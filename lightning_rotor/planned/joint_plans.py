@@ -335,7 +335,7 @@ def _sees_all_backwards(step: Step, calls: Sequence[Call], phases: Sequence[Step
 def _sparing(budget: Budget, chain: Chain) -> Budget:
     """A budget with a little less for a chain, in proportion to what the process holds."""
     plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
-    # Where all fits with ease, that is less than the limit: 1 % of 1 TiB would be refused to nobody, but told in tables.
+    # Where all fits with ease, that is less than the limit: 1 % of a limit of 1 TiB would stand in every table.
     held_bytes = min(budget.limit_bytes, budget.reserved_bytes + plain.peak_bytes)
     spared_bytes = int(held_bytes * _SPARED)
     return replace(

@@ -71,7 +71,7 @@ def _buffers_that_may_change(state: SegmentState) -> list[torch.Tensor]:
 
 
 class BeforeForward:
-    """The state that a forward may change, as it was before: that of the modules which ``profile`` names, and its input.
+    """The state that a forward may change, as it was before: of the modules which ``profile`` names, and of its input.
 
     It is noted at every forward, since a lack of memory is not announced. So it copies small buffers alone, into memory
     that is kept, and of large ones and of the input it notes the version.

@@ -18,7 +18,7 @@ _OLDEST = (2, 6)
 
 @cache
 def installed() -> tuple[ModuleType, ...]:
-    """Those packages of Lightning that are installed, and new enough. The second one costs a quarter of a second."""
+    """Packages of Lightning that are installed, and new enough. The second one costs a quarter of a second."""
     found = []
     for name in LIGHTNINGS:
         try:
@@ -35,7 +35,7 @@ def installed() -> tuple[ModuleType, ...]:
 
 @cache
 def each(path: str) -> tuple[Any, ...]:
-    """What each installed Lightning has under a path, such as the classes ``"loggers.TensorBoardLogger"``."""
+    """Objects of each installed Lightning under a path, such as the classes ``"loggers.TensorBoardLogger"``."""
     module, _, name = path.rpartition(".")
     return tuple(getattr(import_module(f".{module}", package.__name__), name) for package in installed())
 
@@ -140,7 +140,7 @@ def reset_loaders(trainer: Any) -> None:
 
 
 def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
-    """What ``configure_optimizers`` returns in its many forms, as a list. Only strategies make them in public."""
+    """The optimizers that ``configure_optimizers`` returns in its many forms. Only strategies make them in public."""
     make = function("core.optimizer._init_optimizers_and_lr_schedulers")
     optimizers: list[torch.optim.Optimizer] = make(module)[0]
     return optimizers

@@ -156,7 +156,7 @@ def group_beside(members: frozenset[int]) -> Any:
 
 
 def _patience_of(group: Any) -> timedelta | None:
-    """How long members of a group wait for each other; None if it does not say."""
+    """Time that members of a group wait for each other; None if it does not say."""
     for kind in ("cuda", "cpu"):
         with suppress(
             RuntimeError, AttributeError

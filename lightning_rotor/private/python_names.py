@@ -29,7 +29,7 @@ def _entries_of(objects: tuple[Any, ...]) -> bytes:
 
 
 def _ids_of(objects: tuple[Any, ...]) -> list[int]:
-    """The same fact in public names, for every other Python."""
+    """The fact in public names, for every other Python."""
     return list(map(id, objects))
 
 

@@ -224,7 +224,7 @@ def global_generators() -> tuple[Any, ...]:
 
 
 def default_device() -> torch.device | None:
-    """What ``torch.get_default_device()`` returns, None where nobody has set one, for which that takes 10 µs."""
+    """The default device, None where nobody has set one, for which ``torch.get_default_device()`` takes 10 µs."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
@@ -330,7 +330,7 @@ packet_of: Callable[[OpOverload], OpOverloadPacket] = attrgetter("_overloadpacke
 
 
 def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """What an operator is given to write to."""
+    """Arguments that an operator is given to write to."""
     yield from written_by_message(func, args)
     for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -338,7 +338,7 @@ def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str
 
 
 def written_by_message(func: OpOverload, args: Sequence[Any]) -> Iterator[Any]:
-    """What an operator receives a message in. Schemas of c10d do not say so: it is what comes first."""
+    """Arguments that an operator receives a message in. Schemas of c10d do not say so: they come first."""
     if func.namespace == "c10d" and packet_of(func).__name__ != "send" and args:
         yield args[0]
 
@@ -476,7 +476,7 @@ COMPILER_ATTRIBUTES = frozenset(
 
 
 class CompilerSettings(NamedTuple):
-    """What a module was compiled with; ``has_more`` stands for guard_filter_fn or dynamic_shapes."""
+    """Settings that a module was compiled with; ``has_more`` stands for guard_filter_fn or dynamic_shapes."""
 
     backend: Any
     fullgraph: bool
@@ -485,7 +485,7 @@ class CompilerSettings(NamedTuple):
 
 
 def compiler_settings(module: nn.Module) -> CompilerSettings | None:
-    """What a module was compiled with, behind its ``get_compiler_config``; None if torch does not tell."""
+    """Settings that a module was compiled with, behind its ``get_compiler_config``; None if torch does not tell."""
     callable_ = module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL)
     ask = getattr(callable_, "get_compiler_config", None)
     context = getclosurevars(ask).nonlocals.get("self") if isinstance(ask, FunctionType) else None

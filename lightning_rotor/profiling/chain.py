@@ -147,7 +147,7 @@ class Profile:
 
     @cached_property
     def state(self) -> SegmentState:
-        """What recomputations of all stages must leave alone."""
+        """State that recomputations of all stages must leave alone."""
         return sum(self.states, SegmentState())
 
     @cached_property
@@ -484,7 +484,7 @@ class _Measuring:
 def _way(
     number: int, stage: Stage, boundary: Boundary, *, draws_random: bool, state: SegmentState
 ) -> tuple[Way | None, str]:
-    """How a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
+    """The way in which a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
         kinds = dict.fromkeys(type(inner).__name__ for _, inner in stage.submodules() if is_invertible(inner))
@@ -563,7 +563,7 @@ def _identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = T
 
 
 def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> Iterator[str]:
-    """What to warn of in single stages."""
+    """Warnings about single stages."""
     for cost, behaviour in zip(costs, behaviours, strict=True):
         if cost.not_inverted:
             _log.info("%r is not inverted: %s", cost.name, cost.not_inverted)
@@ -585,7 +585,7 @@ def _complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]) -> 
 
 
 def _complaints_about_structure(layers: int, merged: Sequence[Stage]) -> Iterator[str]:
-    """What to warn of in all stages together."""
+    """Warnings about all stages together."""
     if len(merged) == 1 < layers:
         yield (
             f"all {layers} layers were merged into one stage, so there is nothing to plan: the last of them change in "

@@ -146,7 +146,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
 
 
 def run_dry(run: Callable[[], T], generators: GeneratorStates) -> T:
-    """What a dry run returns. Of ``generators``, only those remain from which it draws, and not another thread."""
+    """The result of a dry run. Of ``generators``, only those remain from which it draws, and not another thread."""
     try:
         return run()
     finally:
@@ -254,7 +254,7 @@ class AssumedValues(private.TorchDispatchMode):
 
 
 def _all_differ(packet: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """What ``unique`` and its kin return for entries that all differ: entries, places in them, and counts."""
+    """Results of ``unique`` and its kin for entries that all differ: entries, places in them, and counts."""
     if packet is _aten.unique_dim:
         along = tensor.shape[args[0] if args else kwargs["dim"]]
         indices = tensor.new_empty(along, dtype=torch.int64)

@@ -247,7 +247,7 @@ def estimate_profile(
     floating: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """What :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes alone.
+    """The profile that :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes.
 
     What kernels allocate for themselves is missing from peaks; seconds are a roofline's. The model is on ``meta``; its
     tensors become fake ones. ``like`` decides on operators and allocator: on ``"cuda"`` dropout keeps a byte an element

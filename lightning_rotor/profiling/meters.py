@@ -40,7 +40,7 @@ class MeteredPhase:
     end_bytes: int
 
     def raised(self, size_bytes: int) -> MeteredPhase:
-        """The same with so much more throughout."""
+        """The phase with so much more throughout."""
         levels = (level + size_bytes for level in (self.start_bytes, self.peak_bytes, self.end_bytes))
         return MeteredPhase(self.label, *levels)
 

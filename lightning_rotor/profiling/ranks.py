@@ -19,7 +19,7 @@ class Ranks:
         return is_so
 
     def common(self, numbers: Set[int]) -> Set[int]:
-        """Those of these numbers that all have which run together."""
+        """The numbers of these that all processes have which run together."""
         return numbers
 
     def alike(self, names: Sequence[str]) -> AbstractContextManager[None]:

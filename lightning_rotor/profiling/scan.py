@@ -59,7 +59,7 @@ from lightning_rotor.units import in_blocks
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boundary:
-    """What a stage takes, without its graph: detached tensors and other objects, in the order of the tree."""
+    """The input of a stage, without its graph: detached tensors and other objects, in the order of the tree."""
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
@@ -159,7 +159,7 @@ class Storage:
 
 
 class Behaviour(NamedTuple):
-    """What the runs of a stage, or of several in a row, showed."""
+    """Findings of the runs of a stage, or of several in a row."""
 
     draws_random: bool  # random numbers were drawn, or could be in some step
     repeatable: bool  # a recomputation gives the same bits
@@ -179,7 +179,7 @@ class Behaviour(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scan:
-    """What one run of each stage showed."""
+    """Findings of one run of each stage."""
 
     storages: Mapping[int, tuple[Storage | None, ...]]  # of each value by leaf; None if it is no tensor
     behaviours: tuple[Behaviour, ...]  # of each stage
@@ -258,7 +258,7 @@ def _look(
     is_first: bool,
     ranks: Ranks,
 ) -> tuple[tuple[Boundary, ...], list[tuple[Storage | None, ...]], list[Storage], Behaviour]:
-    """What a stage makes, the storages of that, those that it changes in place, and what it does."""
+    """The result of a stage, the storages of that, those that it changes in place, and what it does."""
     states = GeneratorStates(device)
     with (
         gathered(units_in(stage.modules)),
@@ -322,7 +322,7 @@ def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
 
 
 def outputs_of(stage: Stage, boundary: Boundary) -> tuple[Boundary, ...]:
-    """What a stage makes of its input, value by value, in a run that leaves everything else as it was."""
+    """The result of a stage for its input, value by value, in a run that leaves everything else as it was."""
     with gathered(units_in(stage.modules)), kept_attributes(stage), lent_buffers(stage):
         return _boundaries(stage, run_stage(stage, boundary.fresh()))
 

@@ -81,7 +81,7 @@ Memories: TypeAlias = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a gradient lies in its memory, ``memory`` by number: plainly, as a slice, expanded or in another order."""
+    """The order of a gradient in its memory, ``memory`` by number: plain, as a slice, expanded or in another order."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -116,7 +116,7 @@ Layouts: TypeAlias = tuple[tuple[int, Layout], ...]
 
 
 def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
-    """How the gradients of a stage lie, by key, from the numbers of the readers that leave them and their layouts."""
+    """Layouts of a stage's gradients, by key, from the numbers of the readers that leave them and their layouts."""
     readers = Counter((reader, layout.memory) for reader, layout in left.values())
     owned = {(reader, layout.memory) for reader, layout in left.values() if not layout.counts_elsewhere}
     numbers: dict[tuple[int, int], int] = {}
@@ -137,7 +137,7 @@ def memories_elsewhere(layouts: Layouts) -> Memories:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """What a backward leaves."""
+    """Gradients that a backward leaves."""
 
     link_bytes: int = 0  # gradients of its link
     skip_bytes: Mapping[int, int] = field(default_factory=dict)  # by place: all of a slice, 0 if another counts it
@@ -147,7 +147,7 @@ class Gradients:
 
 
 def layouts_of(gradients: Sequence[tuple[int, tuple[int, ...], torch.Tensor]]) -> list[Layout]:
-    """How gradients of a stage's inputs lie, given with the keys and strides of the inputs."""
+    """Layouts of the gradients of a stage's inputs, given with the keys and strides of the inputs."""
     # What several share counts for the skip that was made first, whose gradient is needed longest.
     owners: dict[int, int] = {}
     for key, _, gradient in gradients:
@@ -197,7 +197,7 @@ class StageMeasurement:
 
 
 class _Saves:
-    """What autograd saves in a run (a stage may differentiate in its forward), and when its own backward reads it."""
+    """Tensors that autograd saves in a run (a stage may differentiate in its forward), and when its backward reads them."""
 
     recording: Recording
 
@@ -561,7 +561,7 @@ def ending(ends: StageEnds, leaves: Sequence[Any], output: Any) -> list[tuple[to
 
 
 def lying(ending: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout]:
-    """How each of these gradients lies: as given, or else like its tensor."""
+    """The layout of each of these gradients: as given, or else like its tensor."""
     tensors = Counter(key for _, key in ending)
     found = []
     for number, (leaf, key) in enumerate(ending):

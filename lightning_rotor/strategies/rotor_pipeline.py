@@ -562,7 +562,7 @@ class _MicroBatchLogs:
 
 
 def _logged(metric: Metric | None, values: Sequence[Any], sizes: Sequence[int], how: Any) -> Any:
-    """What to log for values of micro-batches; a metric's are what its forwards returned, None without a forward."""
+    """Values to log for those of micro-batches; a metric's are what its forwards returned, None without a forward."""
     if isinstance(values[0], dict):
         return values[0]  # Lightning refuses it
     if metric is not None and any(value is None for value in values):

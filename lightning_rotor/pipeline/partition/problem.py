@@ -125,7 +125,7 @@ class Problem:
         return tuple(found[stage] for stage in range(self.stages))
 
     def lingering(self, device: int) -> Integers:
-        """How long the results of a device's actions stay."""
+        """Actions for which the results of a device's actions stay."""
         order = self.order[device]
         return lingering(self.schedule, order, stages=self.stages, outputs_linger=self.outputs_linger)
 
@@ -190,7 +190,7 @@ class Costs:
 
     @property
     def planning_work(self) -> int:
-        """What plans have cost so far."""
+        """Work that plans have cost so far."""
         return sum(planner.work for planner in self._planners.values())
 
     def fixed_bytes(self, first: Any, last: Any) -> Any:

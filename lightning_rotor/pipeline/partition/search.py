@@ -214,7 +214,7 @@ class Search:
 
     @property
     def _work(self) -> int:
-        """What the search has cost so far."""
+        """Work that the search has cost so far."""
         return self._spent + self._costs.planning_work
 
     def _judge(self, cuts: Cuts) -> None:

@@ -77,7 +77,7 @@ class Partition:
         return sub_chain(self.problem.chain, self.choices[stage].first, self.choices[stage].last)
 
     def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
-        """How a pipeline stage runs a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
+        """The plan of a pipeline stage for a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
         choice = self.choices[stage]
         plan = choice.last_plan if last_micro_batch and choice.last_plan is not None else choice.plan
         # Alike runs share a plan, but not their stages' names.
