@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,9 +65,11 @@ _CONTAINERS = (
 """Modules of torch that are several layers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class _Operation:
     """A call that becomes one node.
+
+    Not a dataclass: Python would write its ``__init__``, in a file of no name, and the surroundings would take that for
+    code of the user's that runs in the recording.
 
     Attributes:
         kind: ``"call_module"``, ``"call_method"`` or ``"call_function"``; ``target`` and arguments are the node's.
@@ -77,13 +78,21 @@ class _Operation:
         is_torchs: All code in it is torch's, so that one knows what it does for other sizes.
     """
 
-    kind: str
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    run: Callable[[], Any]
-    origin: str
-    is_torchs: bool
+    __slots__ = ("args", "is_torchs", "kind", "kwargs", "origin", "run", "target")
+
+    def __init__(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        origin: str,
+        *,
+        is_torchs: bool,
+    ) -> None:
+        self.kind, self.target, self.args, self.kwargs = kind, target, args, kwargs
+        self.run, self.origin, self.is_torchs = run, origin, is_torchs
 
     @property
     def is_module(self) -> bool:

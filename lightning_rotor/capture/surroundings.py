@@ -108,8 +108,10 @@ class Surroundings:
 
         with undone(stop):
             # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
-            gc.callbacks.insert(0, self._pause)
+            # The one that ends a pause comes first: to make a bound method may start the collector, and a pause that
+            # begins before anybody hears of its end would last for the whole recording, in which nothing is noted.
             gc.callbacks.append(self._go_on)
+            gc.callbacks.insert(0, self._pause)
             # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses.
             if hasattr(profiler, "disable"):
                 profiler.disable()
@@ -149,7 +151,7 @@ class Surroundings:
             return
         if event == "c_call":
             self._note_built_in(frame, called)
-        elif event == "call" and is_users(frame.f_code.co_filename):
+        elif event == "call" and is_users(frame.f_code.co_filename) and not _is_ours(frame):
             path = self._module_path()
             if path is not None:
                 self._note_call(frame, path)
@@ -216,6 +218,12 @@ class Surroundings:
             if getattr(function, name):
                 self._reach.read(Place(ATTRIBUTE, function, name), path, f"{function.__name__}.{name}")
         self._reach.follow(function, path, function.__name__)
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """True for code that Python writes for a dataclass of this package, in a file of no name."""
+    name = frame.f_globals.get("__name__")
+    return type(name) is str and name.startswith("lightning_rotor.")
 
 
 def _is_running(function: FunctionType, frame: FrameType) -> bool:

@@ -44,20 +44,17 @@ class Guard:
             tolerance = tolerance_of(self._precision) * max(scale, 1.0)
             if error <= tolerance:
                 continue
-            message = self._message(error, tolerance, draws_random=draws_random)
+            found = f"is off by {error:.2g}" if math.isfinite(error) else "is not finite"
+            remark = f". {DRAWS}" if draws_random else ""
+            message = (
+                f"the input of {self._name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
+                f"{str(self._precision).removeprefix('torch.')}, judged by {_SAMPLES} elements that were noted before "
+                "it was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 "
+                f"(autocast does) or float64, or run fewer modules in a row without their inputs{remark}"
+            )
             if self._precision not in LOW_PRECISION or not math.isfinite(error):
                 raise InverseError(message, stage=self._name, error=error, tolerance=tolerance)
             warnings.warn(message, RotorWarning, stacklevel=2)
-
-    def _message(self, error: float, tolerance: float, *, draws_random: bool) -> str:
-        found = f"is off by {error:.2g}" if math.isfinite(error) else "is not finite"
-        remark = f". {DRAWS}" if draws_random else ""
-        return (
-            f"the input of {self._name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
-            f"{str(self._precision).removeprefix('torch.')}, judged by {_SAMPLES} elements that were noted before "
-            "it was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 "
-            f"(autocast does) or float64, or run fewer modules in a row without their inputs{remark}"
-        )
 
 
 def precision_of(tensors: Iterable[torch.Tensor]) -> torch.dtype:

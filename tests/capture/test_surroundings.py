@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import cache, partial
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.names_in_code import names_attribute, names_in, names_of_others, reads_whole_objects
+from lightning_rotor.capture.node_facts import Region
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.capture.surroundings import Surroundings, functions
 
@@ -82,6 +84,31 @@ def set_global(name: str, value: Any) -> None:
 def test_a_change_of_what_code_reads_is_seen_and_undone(code: Any, change: Any) -> None:
     assert changed_by(code, change)
     assert (FACTOR, TABLE, CONFIG.rate, CONFIG.deeper.width) == (2.0, {"scale": [1.0]}, 0.5, 3)
+
+
+class Collecting(Surroundings):
+    """Surroundings during which garbage is collected whenever a callback of the collector is made."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("_pause", "_go_on"):
+            gc.collect()
+        return super().__getattribute__(name)
+
+
+def test_a_collection_of_garbage_at_a_bad_moment_hides_nothing() -> None:
+    net = Net(lambda: FACTOR * 2)
+    surroundings = Collecting(net, lambda: "", cache(functions))
+    with surroundings.listening():
+        net.forward()
+    surroundings.notes.settle()
+    assert "FACTOR" in surroundings.notes.names
+    assert not [callback for callback in gc.callbacks if getattr(callback, "__self__", None) is surroundings]
+
+
+def test_classes_of_this_package_are_no_code_of_the_users() -> None:
+    surroundings = listened(lambda: Region(gradients=True, autocast=()) and CONFIG.rate)
+    assert "gradients" in surroundings.notes.names  # the user's code names it
+    assert "object" not in surroundings.notes.names  # the __init__ that Python wrote for the class does
 
 
 def test_what_code_does_not_name_may_change() -> None:
