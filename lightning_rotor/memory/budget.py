@@ -234,7 +234,7 @@ class ResidentMemory:
 def allocated_bytes(
     model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
-    """Bytes that training holds on a device now: on CUDA all that the allocator gave out, on the CPU what can be named."""
+    """Bytes that training holds on a device: on CUDA all that the allocator gave out, on the CPU what can be named."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return named_bytes(model, optimizers, batch, device)

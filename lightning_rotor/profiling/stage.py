@@ -197,7 +197,7 @@ class StageMeasurement:
 
 
 class _Saves:
-    """Tensors that autograd saves in a run (a stage may differentiate in its forward), and when its backward reads them."""
+    """Tensors that autograd saves in a run, where a stage may differentiate, and when its backward reads them."""
 
     recording: Recording
 

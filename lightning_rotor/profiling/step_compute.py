@@ -59,7 +59,7 @@ class StepCompute(AssumedValues):
         calls: How often each of these was called.
         messages: Ranks of the processes with which modules exchange messages, one set a group. None is sent here.
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
-        made_before: Bytes that the step had made, and still held, at the first call of each of these; of the first ones.
+        made_before: Bytes that the step had made, and still held, at the first call of each of the first ones.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
     """
 
