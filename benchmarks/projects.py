@@ -394,7 +394,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward with gradients that are in",
         "planned modules. *Limit kept*: peaks of steps from the second one on, by the callback's meter and the benchmark's own. *Same bits*:",
         "weights, buffers, losses, optimizer state and random generators equal those of plain training. *First batch*, *later step*: processor",
-        "time in plain steps.",
+        "time in plain steps. A dash: not tried yet. `projects.jsonl` has the figures, and which commit each row is of.",
         "",
         "| program | package | plain peak | least | planned | limit kept | same bits | first batch | its seconds | later step |",
         "|---|---|---:|---:|---:|---|---|---:|---:|---:|",
@@ -430,7 +430,7 @@ def run(name: str, limit: float, *, quick: bool) -> dict[str, Any]:
     bounded = partial(resource.setrlimit, resource.RLIMIT_CPU, (round(limit), round(limit) + 1))
     how: dict[str, Any] = {"capture_output": True, "text": True, "env": environment}
     try:
-        done = subprocess.run(command, check=False, timeout=6 * limit, preexec_fn=bounded, **how)  # noqa: PLW1509 (no threads)
+        done = subprocess.run(command, check=False, timeout=6 * limit, preexec_fn=bounded, **how)
     except subprocess.TimeoutExpired as error:
         printed, reason = error.stdout or b"", f"longer than {6 * limit:.0f} s for all"
         found = last_row(printed.decode() if isinstance(printed, bytes) else printed)
