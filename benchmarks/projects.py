@@ -169,7 +169,7 @@ def digest(value: Any) -> str:
 
 
 class Compute(TorchDispatchMode):
-    """FLOPs of a step's forward with gradients, by the modules that are running: those of torch's registry, else one an element."""
+    """FLOPs of a step's forward as far as gradients flow, by the modules that are running: those of torch's registry, else one an element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +200,16 @@ class Compute(TorchDispatchMode):
         return inside / max(sum(self.flops.values()), 1)
 
     def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.flops.copy()
         self._running.append(name)
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         finally:
             self._running.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(tensor.requires_grad for tensor in tensors):
+            self.flops = before  # frozen: it keeps nothing for a backward
+        return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -391,7 +396,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         f"`make projects`, that is `python -m benchmarks.projects`. Python {platform.python_version()}, torch {torch.__version__}, lightning "
         f"{version('lightning')}, {platform.machine()}, one",
         f"thread on a machine that others use, {STEPS} steps. Cells with slashes are of three limits: room for everything / 70 % of what can be",
-        "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward with gradients that are in",
+        "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward, as far as gradients flow, in",
         "planned modules. *Limit kept*: peaks of steps from the second one on, by the callback's meter and the benchmark's own. *Same bits*:",
         "weights, buffers, losses, optimizer state and random generators equal those of plain training. *First batch*, *later step*: processor",
         "time in plain steps. A dash: not tried yet. `projects.jsonl` has the figures, and which commit each row is of.",
