@@ -333,7 +333,7 @@ def faults(row: dict[str, Any]) -> list[str]:
             found.append(f"{way}: **{format_bytes(run['peak'] - run['limit'])} over the limit**")
     said = row.get("too_little")
     if said is not None and not said.get("typed", False):
-        found.append(f"{TOO_LITTLE}: {said.get('error', 'no error')}")
+        found.append(f"{TOO_LITTLE}: **{said.get('error', f'no error in {STEPS} steps')}**")
     return found
 
 
@@ -375,6 +375,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     done = [(row, run) for row, run in runs if "error" not in run]
     different = sum(bool(run["differences"]) and not row["repeats"] for row, run in done)
     over = sum(not run.get("kept", True) for _, run in done)
+    over += sum("error" not in row.get("too_little", {"error": ""}) for row in rows)
     typed = sum(run["typed"] for _, run in runs if "error" in run)
     crashed = sum(not run["typed"] for _, run in runs if "error" in run) + sum("failed" in row for row in rows)
     enough = sum(row.get("share", 0) >= ENOUGH for row in rows)
@@ -407,7 +408,7 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
         if not any(way in row for way in WAYS):
-            lines.append(f"{start} **failed** {row['failed']} | | | | | | | |")
+            lines.append(f"{start} **{row.get('failed', f'no error at {TOO_LITTLE}')}** | | | | | | | |")
             continue
         least = row.get("least_bytes")
         first = row.get("room") or row.get("middle") or row["least"]
