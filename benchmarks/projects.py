@@ -408,7 +408,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
         if not any(way in row for way in WAYS):
-            lines.append(f"{start} **{row.get('failed', f'no error at {TOO_LITTLE}')}** | | | | | | | |")
+            nothing = "nothing can be saved" if "least_bytes" in row else f"**no error at {TOO_LITTLE}**"
+            lines.append(f"{start} {row.get('failed', nothing)} | | | | | | | |")
             continue
         least = row.get("least_bytes")
         first = row.get("room") or row.get("middle") or row["least"]
