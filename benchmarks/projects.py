@@ -3,6 +3,7 @@
     python -m benchmarks.projects                 # all that have no result yet; writes benchmarks/results/projects.md
     python -m benchmarks.projects --only gat_cora # some of them, again
     python -m benchmarks.projects --report        # the table alone
+    python -m benchmarks.projects --quick         # 70 % alone; a run without it goes on from there
     python -m benchmarks.projects --list          # names
 
 ``make projects`` makes an environment with the packages first. The programs are in ``benchmarks/project_programs``: modules and recipes of their
@@ -27,6 +28,8 @@ import os
 import pickle
 import platform
 import random
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -166,7 +169,7 @@ def digest(value: Any) -> str:
 
 
 class Compute(TorchDispatchMode):
-    """FLOPs of a step's forward with gradients, by the modules that are running: those of torch's registry, else one an element."""
+    """FLOPs of a step's forward as far as gradients flow, by the modules that are running: those of torch's registry, else one an element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,11 +200,16 @@ class Compute(TorchDispatchMode):
         return inside / max(sum(self.flops.values()), 1)
 
     def _call(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.flops.copy()
         self._running.append(name)
         try:
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         finally:
             self._running.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if tensors and not any(tensor.requires_grad for tensor in tensors):
+            self.flops = before  # frozen: it keeps nothing for a backward
+        return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -269,14 +277,14 @@ def with_limit(program: Program, limit: int | str, plain: Observer) -> tuple[dic
     return found, seen
 
 
-def measure(program: Program) -> Iterator[dict[str, Any]]:
+def measure(program: Program, *, quick: bool) -> Iterator[dict[str, Any]]:
     """Train a program in all ways. What is known after each of them, as the next one may take too long, or end the process."""
     compute = Compute()
     found: dict[str, Any] = {"name": program.name, "package": program.package, "says": program.says}
     found["version"] = version(program.package)
     yield found | {"failed": "in plain training"}
     plain = train(program, None, compute)
-    again = train(program)
+    again = plain if quick else train(program)
     found |= {"plain_peak": max(plain.peaks.values()), "plain_step": plain.of_a_step}
     found["repeats"] = [name for name in plain.bits if plain.bits[name] != again.bits[name]][:5]
     plain.seconds = [min(*pair) for pair in zip(plain.seconds, again.seconds, strict=True)]
@@ -284,10 +292,11 @@ def measure(program: Program) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
     said, _ = with_limit(program, TOO_LITTLE, plain)
     found["too_little"] = said | {"seconds": round(time.perf_counter() - began, 1)}
-    yield found | {"failed": "with room"}
-    found["room"], room = with_limit(program, ROOM, plain)
-    if room is not None:
-        found["share"] = compute.planned(room.planned)
+    room = None
+    if not quick:
+        yield found | {"failed": "with room"}
+        found["room"], room = with_limit(program, ROOM, plain)
+        found["share"] = compute.planned(found["room"].get("planned", []))
     least = said.get("minimum")
     if least is not None:
         saved = max(found["plain_peak"] - least, 0)
@@ -296,6 +305,10 @@ def measure(program: Program) -> Iterator[dict[str, Any]]:
             yield found | {"failed": f"at {SAVED:.0%}"}
             top = room.peak_bytes if room is not None else found["plain_peak"]
             found["middle"], _ = with_limit(program, int(top - SAVED * saved), plain)
+            if quick:
+                found |= {"quick": True, "share": compute.planned(found["middle"].get("planned", []))}
+                yield found
+                return
             yield found | {"failed": "at the least limit"}
             found["least"], _ = with_limit(program, least, plain)
     yield found
@@ -320,7 +333,7 @@ def faults(row: dict[str, Any]) -> list[str]:
             found.append(f"{way}: **{format_bytes(run['peak'] - run['limit'])} over the limit**")
     said = row.get("too_little")
     if said is not None and not said.get("typed", False):
-        found.append(f"{TOO_LITTLE}: {said.get('error', 'no error')}")
+        found.append(f"{TOO_LITTLE}: **{said.get('error', f'no error in {STEPS} steps')}**")
     return found
 
 
@@ -336,7 +349,7 @@ def rows_of(log: Path) -> dict[str, dict[str, Any]]:
 def answer(row: dict[str, Any], say: Callable[[dict[str, Any]], str]) -> str:
     """A cell about the trainings with room, at 70 % and at the least limit."""
     runs = [row.get(way) for way in WAYS]
-    if all(runs) and len({say(run) for run in runs if run}) == 1:
+    if all(runs) and all("error" not in run for run in runs if run) and len({say(run) for run in runs if run}) == 1:
         return say(runs[0])  # type: ignore[arg-type]
     return " / ".join("–" if run is None else say(run) for run in runs)
 
@@ -362,6 +375,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     done = [(row, run) for row, run in runs if "error" not in run]
     different = sum(bool(run["differences"]) and not row["repeats"] for row, run in done)
     over = sum(not run.get("kept", True) for _, run in done)
+    over += sum("error" not in row.get("too_little", {"error": ""}) for row in rows)
     typed = sum(run["typed"] for _, run in runs if "error" in run)
     crashed = sum(not run["typed"] for _, run in runs if "error" in run) + sum("failed" in row for row in rows)
     enough = sum(row.get("share", 0) >= ENOUGH for row in rows)
@@ -383,25 +397,26 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         f"`make projects`, that is `python -m benchmarks.projects`. Python {platform.python_version()}, torch {torch.__version__}, lightning "
         f"{version('lightning')}, {platform.machine()}, one",
         f"thread on a machine that others use, {STEPS} steps. Cells with slashes are of three limits: room for everything / 70 % of what can be",
-        "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward with gradients that are in",
+        "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward, as far as gradients flow, in",
         "planned modules. *Limit kept*: peaks of steps from the second one on, by the callback's meter and the benchmark's own. *Same bits*:",
         "weights, buffers, losses, optimizer state and random generators equal those of plain training. *First batch*, *later step*: processor",
-        "time in plain steps.",
+        "time in plain steps. A dash: not tried yet. `projects.jsonl` has the figures, and which commit each row is of.",
         "",
         "| program | package | plain peak | least | planned | limit kept | same bits | first batch | its seconds | later step |",
         "|---|---|---:|---:|---:|---|---|---:|---:|---:|",
     ]
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
-        if "room" not in row:
-            lines.append(f"{start} **failed** {row['failed']} | | | | | | | |")
+        if not any(way in row for way in WAYS):
+            nothing = "nothing can be saved" if "least_bytes" in row else f"**no error at {TOO_LITTLE}**"
+            lines.append(f"{start} {row.get('failed', nothing)} | | | | | | | |")
             continue
         least = row.get("least_bytes")
-        room = row["room"]
+        first = row.get("room") or row.get("middle") or row["least"]
         lines.append(
             f"{start} {format_bytes(row['plain_peak'])} | {'–' if least is None else format_bytes(least)} | "
-            f"{row.get('share', 0):.0%} | {answer(row, kept)} | {answer(row, same)} | {times(room, 'first_ratio')} | "
-            f"{times(room, 'first')} | {answer(row, partial(times, key='later'))} |"
+            f"{row.get('share', 0):.0%} | {answer(row, kept)} | {answer(row, same)} | {times(first, 'first_ratio')} | "
+            f"{times(first, 'first')} | {answer(row, partial(times, key='later'))} |"
         )
     lines += ["", "## The recipes", ""]
     lines += [f"- `{row['name']}`: {row['says']}" for row in chosen if "says" in row]
@@ -412,21 +427,26 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(name: str, limit: float) -> dict[str, Any]:
+def run(name: str, limit: float, *, quick: bool) -> dict[str, Any]:
     """Train a program in a process of its own, and return its line."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "YOLO_OFFLINE": "true"}
-    command = [sys.executable, "-m", "benchmarks.projects", "--one", name]
+    command = [sys.executable, "-m", "benchmarks.projects", "--one", name, *(["--quick"] if quick else [])]
     began = time.perf_counter()
+    # Of the processor, as others may have the machine; and some more by the clock, as a process may wait.
+    bounded = partial(resource.setrlimit, resource.RLIMIT_CPU, (round(limit), round(limit) + 1))
+    how: dict[str, Any] = {"capture_output": True, "text": True, "env": environment}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit, check=False)
+        done = subprocess.run(command, check=False, timeout=6 * limit, preexec_fn=bounded, **how)
     except subprocess.TimeoutExpired as error:
-        printed, reason = error.stdout or b"", f"longer than {limit:.0f} s for all"
+        printed, reason = error.stdout or b"", f"longer than {6 * limit:.0f} s for all"
         found = last_row(printed.decode() if isinstance(printed, bytes) else printed)
     else:
         print(done.stderr[-3000:], file=sys.stderr)
         found = last_row(done.stdout)
         reason = f"exit status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1][:300]}"
+        if done.returncode == -signal.SIGXCPU:
+            reason = f"longer than {limit:.0f} s of processor time for all"
     if "failed" in found:
         found["failed"] += f": {reason}"
     return found | {"commit": commit(), "took": round(time.perf_counter() - began)}
@@ -438,9 +458,9 @@ def last_row(printed: str) -> dict[str, Any]:
     return json.loads(rows[-1])
 
 
-def names(only: list[str], log: Path) -> Iterator[str]:
-    """Programs to run now: those asked for, or those without a line."""
-    known = rows_of(log)
+def names(only: list[str], log: Path, *, quick: bool) -> Iterator[str]:
+    """Programs to run now: those asked for, or those without a line that says all that is asked for."""
+    known = {name for name, row in rows_of(log).items() if quick or not row.get("quick")}
     yield from (name for name in PROGRAMS if name in only or (not only and name not in known))
 
 
@@ -452,8 +472,9 @@ def main() -> None:
     )
     parser.add_argument("--report", action="store_true", help="write the table, and run nothing")
     parser.add_argument("--list", action="store_true", help="print names")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one program")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of processor time for one program")
     parser.add_argument("--log", type=Path, default=LOG, help="where results are kept, one line each")
+    parser.add_argument("--quick", action="store_true", help="train at 70 %% alone; the rest is left for a later run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     for file in FILES:
@@ -463,7 +484,7 @@ def main() -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
         torch.set_num_threads(1)
-        for found in measure(PROGRAMS[options.one]):
+        for found in measure(PROGRAMS[options.one], quick=options.quick):
             print(json.dumps(found), flush=True)
         return
     if options.list:
@@ -471,8 +492,8 @@ def main() -> None:
         return
     if unknown := set(options.only) - set(PROGRAMS):
         parser.error(f"no such program: {', '.join(sorted(unknown))}")
-    for name in [] if options.report else names(options.only, options.log):
-        row = run(name, options.limit)
+    for name in [] if options.report else names(options.only, options.log, quick=options.quick):
+        row = run(name, options.limit, quick=options.quick)
         print(
             f"{name}: {'; '.join(faults(row)) or 'good'} ({row.get('share', 0):.0%} planned, {row.get('took')} s)",
             flush=True,
