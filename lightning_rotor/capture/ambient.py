@@ -52,6 +52,6 @@ def ambient() -> Ambient:
         torch.backends.cuda.math_sdp_enabled(),
     )
     hook_ids = None if hooks is None else tuple(map(id, hooks))
-    # Not Ambient(...), which Python writes in a file of no name: while a module is recorded, the surroundings would take
-    # that for code of the user's.
+    # Not Ambient(...), which Python writes in a file of no name: while a module is recorded, the surroundings would
+    # take that for code of the user's.
     return tuple.__new__(Ambient, (torch.is_grad_enabled(), kernels, autocast_state(), hook_ids))

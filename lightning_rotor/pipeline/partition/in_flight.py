@@ -132,7 +132,7 @@ def _inside(skip: Skip, first: int, last: int) -> Skip | None:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage with its schedule for a micro-batch; with an end (:func:`with_end`) if the schedule needs it."""
+    """A pipeline stage with its schedule for a micro-batch, and an end (:func:`with_end`) if the schedule needs one."""
 
     chain: Chain
     schedule: Schedule
