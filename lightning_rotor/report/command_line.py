@@ -79,9 +79,9 @@ def _run(options: Namespace) -> None:
         return
     if options.plot or options.plot_curve:
         new_figure(1, 1)  # an error before minutes of measuring
-    found = _find_plan(options)
-    _write(_plan_as_json(found) if options.json else _tables(found))
-    for path, save in _pictures(found):
+    answer = _answer_to(options)
+    _write(_plan_as_json(answer) if options.json else _tables(answer))
+    for path, save in _pictures(answer):
         try:
             save(path)
         except (OSError, ValueError) as error:
@@ -106,9 +106,6 @@ def _say(message: str) -> None:
     sys.stderr.write(f"{message}\n")
 
 
-# -------------------------------------------------------------------- the question
-
-
 _EXAMPLES = """
 examples:
   %(prog)s --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
@@ -122,7 +119,7 @@ _PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 def _gpu_name(name: str) -> str:
     """A GPU's name as :data:`GPUS` has it, however it is written."""
-    return {each.lower(): each for each in GPUS}.get(name.lower(), name)
+    return {gpu.lower(): gpu for gpu in GPUS}.get(name.lower(), name)
 
 
 def _parse(arguments: Sequence[str] | None, program: str) -> Namespace:
@@ -221,21 +218,18 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     ask("--traceback", action="store_true", help="show where an error comes from")
 
 
-# -------------------------------------------------------------------- models and optimizers by name
-
-
 _EXPECTED = "expected a class or function that makes a module"
 
 
 def _model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """A function that makes a model, found at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
-    found = _named(path)
-    if not callable(found):
-        raise ModelError(f"{path} is {type(found).__name__}: {_EXPECTED}")
+    """A function that makes a model, maker at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
+    maker = _named(path)
+    if not callable(maker):
+        raise ModelError(f"{path} is {type(maker).__name__}: {_EXPECTED}")
 
     def make() -> nn.Module:
         try:
-            model = found(**arguments)
+            model = maker(**arguments)
         except TypeError as error:
             remedy = "Expected its arguments as --model-arg name=value"
             raise ModelError(f"{path} cannot be called: {error}. {remedy}") from error
@@ -277,16 +271,18 @@ def _optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
     base = torch.optim.Optimizer
-    kinds = (each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base))
-    known = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
-    if name.lower() not in (*known, "none"):
-        raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(known))}, or none")
+    kinds: dict[str, type[torch.optim.Optimizer]] = {}
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
+            kinds[kind.__name__.lower()] = kind
+    if name.lower() not in (*kinds, "none"):
+        raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(kinds))}, or none")
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name.lower() == "none" or not learning:
         return []
     arguments: dict[str, Any] = {"lr": 1e-3} | dict(_assignment(part) for part in given.split(",") if part)
     try:
-        return [known[name.lower()](learning, **arguments)]
+        return [kinds[name.lower()](learning, **arguments)]
     except (TypeError, ValueError) as error:
         raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
 
@@ -302,17 +298,14 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name, value
 
 
-# -------------------------------------------------------------------- the plan
-
-
 # For the CUDA context and libraries, and for what the allocator cannot use.
 _CONTEXT_BYTES = 2**30
 _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """The answer."""
+class _Answer:
+    """A plan with the model that it is for, as it is shown."""
 
     case: _Case
     profile: Profile
@@ -321,13 +314,13 @@ class _Found:
     reserved_bytes: int  # what of the budget is not for the chain
 
 
-def _find_plan(options: Namespace) -> _Found:
+def _answer_to(options: Namespace) -> _Answer:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
     plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
     frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
-    return _Found(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
+    return _Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
 
 def _find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
@@ -431,23 +424,20 @@ def _built(options: Namespace, device: torch.device, floating: torch.dtype | Non
     return model.to(floating) if floating is not None else model
 
 
-# -------------------------------------------------------------------- the answer
-
-
-def _tables(found: _Found) -> Iterator[Any]:
+def _tables(answer: _Answer) -> Iterator[Any]:
     """The plan, what it does with the stages, the curve if there is one, and notes."""
-    gpu, held = found.case.accelerator, found.case.held_bytes
-    rows = {"Step, as planned": f"{format_seconds(found.plan.seconds)} forward and backward"}
+    gpu, held = answer.case.accelerator, answer.case.held_bytes
+    rows = {"Step, as planned": f"{format_seconds(answer.plan.seconds)} forward and backward"}
     if held:
         rows["Training holds"] = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
     if gpu is not None:
         rows["Estimated for"] = f"{gpu.name} with {format_bytes(gpu.memory_bytes)}"
-    yield plan_table(found.plan, reserved_bytes=found.reserved_bytes, extra_rows=rows.items())
-    yield stage_table(found.plan)
-    if found.frontier is not None:
-        yield frontier_table(found.frontier, reserved_bytes=found.reserved_bytes)
-        if found.plan.overhead > 0:
-            yield found.frontier.gain("1GiB").describe(reserved_bytes=found.reserved_bytes)
+    yield plan_table(answer.plan, reserved_bytes=answer.reserved_bytes, extra_rows=rows.items())
+    yield stage_table(answer.plan)
+    if answer.frontier is not None:
+        yield frontier_table(answer.frontier, reserved_bytes=answer.reserved_bytes)
+        if answer.plan.overhead > 0:
+            yield answer.frontier.gain("1GiB").describe(reserved_bytes=answer.reserved_bytes)
     if gpu is not None:
         yield (
             "Estimated from shapes: activations and gradients to the byte, times by a roofline. What kernels allocate "
@@ -457,20 +447,20 @@ def _tables(found: _Found) -> Iterator[Any]:
         yield "The loss and the optimizer's temporary memory are not part of the model, and not in the budget."
 
 
-def _plan_as_json(found: _Found) -> dict[str, Any]:
+def _plan_as_json(answer: _Answer) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
-    plan, reserved, gpu = found.plan, found.reserved_bytes, found.case.accelerator
+    plan, reserved, gpu = answer.plan, answer.reserved_bytes, answer.case.accelerator
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
     points = [
         {"budget_bytes": reserved + point.peak_bytes, "seconds": point.seconds}
         | {"overhead": point.overhead, "schedule": str(point.schedule)}
-        for point in found.frontier or ()
+        for point in answer.frontier or ()
     ] or None
     return {
-        "model": found.case.options.model,
+        "model": answer.case.options.model,
         "device": plan.chain.device if gpu is None else "meta",
         "estimated_for": None if gpu is None else gpu.name,
-        "budget_bytes": found.case.budget_bytes,
+        "budget_bytes": answer.case.budget_bytes,
         "reserved_bytes": reserved,
         "peak_bytes": reserved + plan.peak_bytes,
         "plain_peak_bytes": reserved + plain_simulation(plan).peak_bytes,
@@ -479,7 +469,7 @@ def _plan_as_json(found: _Found) -> dict[str, Any]:
         "overhead": plan.overhead,
         "gap": plan.gap,
         "schedule": str(plan.schedule),
-        "resident_bytes": dict(found.case.held_bytes),
+        "resident_bytes": dict(answer.case.held_bytes),
         "stages": [
             {"name": stage.name, "output_bytes": stage.output_bytes}
             | {name: getattr(stage.keep, name) for name in of_stages}
@@ -511,12 +501,9 @@ def _advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------- pictures
-
-
-def _pictures(found: _Found) -> Iterator[tuple[Path, Callable[[Path], None]]]:
+def _pictures(answer: _Answer) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     """Where to save the pictures that were asked for, and what saves them."""
-    plan, reserved, options, gpu = found.plan, found.reserved_bytes, found.case.options, found.case.accelerator
+    plan, reserved, options, gpu = answer.plan, answer.reserved_bytes, answer.case.options, answer.case.accelerator
     title = options.model.rpartition(".")[2].rpartition(":")[2]
     if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
         title += f"({', '.join(str(value) for _, value in options.model_arguments)})"
@@ -525,9 +512,9 @@ def _pictures(found: _Found) -> Iterator[tuple[Path, Callable[[Path], None]]]:
     if options.plot is not None:
         figure = plot_timeline(plan, reserved_bytes=reserved, title=title)
         yield options.plot, partial(figure.savefig, dpi=200)
-    if options.plot_curve is not None and found.frontier is not None:
+    if options.plot_curve is not None and answer.frontier is not None:
         limits = {} if gpu is None else {gpu.name: gpu.memory_bytes}
-        figure = plot_frontier(found.frontier, reserved_bytes=reserved, limits=limits, title=title)
+        figure = plot_frontier(answer.frontier, reserved_bytes=reserved, limits=limits, title=title)
         yield options.plot_curve, partial(figure.savefig, dpi=200)
     if options.draw is not None:
-        yield options.draw, draw_chain(plan.chain, found.profile.stages, schedule=plan.schedule, title=title).save
+        yield options.draw, draw_chain(plan.chain, answer.profile.stages, schedule=plan.schedule, title=title).save
