@@ -58,7 +58,7 @@ class Skips:
         self._all = chain.skips
         self._holders = [0] * len(self._all)
         self._gradient_bytes = [0] * len(self._all)
-        # By stage, gradients of skips that the peaks of its backward count themselves; None for those as large as skips.
+        # By stage, gradients of skips that the peaks of its backward count; None if they are as large as the skips.
         self._counted_bytes = [stage.skip_gradient_bytes for stage in chain]
         self._slices_bytes = 0
         self.made: list[list[int]] = [[] for _ in chain]
