@@ -58,6 +58,7 @@ class Skips:
         self._all = chain.skips
         self._holders = [0] * len(self._all)
         self._gradient_bytes = [0] * len(self._all)
+        # By stage, gradients of skips that the peaks of its backward count; None if they are as large as the skips.
         self._counted_bytes = [stage.skip_gradient_bytes for stage in chain]
         self._slices_bytes = 0
         self.made: list[list[int]] = [[] for _ in chain]
@@ -85,13 +86,19 @@ class Skips:
         """Skips made before a segment that it reads."""
         if not self._all:
             return set()
-        stages = range(segment.first, segment.last + 1)
-        return {skip for stage in stages for skip in self._read[stage] if self._all[skip].born < segment.first}
+        read: set[int] = set()
+        for stage in range(segment.first, segment.last + 1):
+            read.update(skip for skip in self._read[stage] if self._all[skip].born < segment.first)
+        return read
 
     def learn_in(self, first: int, last: int) -> bool:
         """True if one of these stages leaves a gradient for something that a stage before them has made."""
-        read = ((self._all[number], stage) for stage in range(first, last + 1) for number in self._read[stage])
-        return any(0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0 for skip, stage in read)
+        for stage in range(first, last + 1):
+            for number in self._read[stage]:
+                skip = self._all[number]
+                if 0 <= skip.born < first and skip.gradient_bytes[skip.uses.index(stage)] > 0:
+                    return True
+        return False
 
     def take_gradients(self, stage: int) -> None:
         """Count no longer what exists when the stage's backward begins, as far as its own peaks count it."""
@@ -100,7 +107,8 @@ class Skips:
         own = self._counted_bytes[stage]
         if own is None:
             own = sum(self._all[skip].size_bytes or self._gradient_bytes[skip] for skip in ending)
-        # Those that are slices may hold more than themselves until the stage has read or replaced them.
+        # Readers that concatenate leave slices of a larger gradient, all of which is alive until the stage has read or
+        # replaced the slice: that rest goes in leave_gradients().
         counted = min(alive, own)
         self._slices_bytes = alive - counted
         self.live_bytes -= counted

@@ -272,6 +272,26 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
+_LEAVES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+
+
+def _parse_leaves(token: str, shown: str) -> list[Leaf]:
+    """The leaves of a token such as ``3-7:1``; ``shown`` is the schedule for messages."""
+    match = _LEAVES.fullmatch(token)
+    stages = range(0)
+    if match is not None:
+        first, last, option = match.groups()
+        stages = range(int(first), int(last or first) + 1)
+    if match is None or not stages:
+        raise ScheduleError(
+            f"schedule {shown} holds {shorten(token)!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
+            "and parentheses"
+        )
+    if stages[-1] >= _MOST_STAGES:  # before it is spelled out: the text may be of a damaged file
+        raise ScheduleError(f"schedule {shown} names stage {stages[-1]}: expected less than {_MOST_STAGES}")
+    return [Leaf(stage, int(option or 0)) for stage in stages]
+
+
 def _parse(text: str) -> tuple[Item, ...]:
     shown = repr(shorten(text))
     open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
@@ -283,17 +303,8 @@ def _parse(text: str) -> tuple[Item, ...]:
             if not open_items:
                 raise ScheduleError(f"schedule {shown} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
-        elif (match := re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?", token)) and (
-            stages := range(int(match[1]), int(match[2] or match[1]) + 1)
-        ):
-            if stages[-1] >= _MOST_STAGES:  # before it is spelled out: the text may be of a damaged file
-                raise ScheduleError(f"schedule {shown} names stage {stages[-1]}: expected less than {_MOST_STAGES}")
-            open_items[-1].extend(Leaf(stage, int(match[3] or 0)) for stage in stages)
         else:
-            raise ScheduleError(
-                f"schedule {shown} holds {shorten(token)!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
-                "and parentheses"
-            )
+            open_items[-1].extend(_parse_leaves(token, shown))
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {shown} lacks a closing parenthesis")
     return tuple(open_items[0])

@@ -176,12 +176,19 @@ class _Simulator:
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
         self._boundaries, self._skips = Boundaries(chain), Skips(chain)
-        self._running: set[int] = set()  # skips that the running forward holds
-        self._other_bytes = 0  # everything else that is alive
-        self._gradient_bytes = 0  # the part of it that is the gradient of the boundary where the backward stands
-        self._waiting_gradient_bytes = 0  # another part: of shared parameters, until their first stage adds its own
-        self._saved_state_bytes = [0] * len(chain)  # copies of buffers that a recomputation has worked on and saved
-        self._unused_state_bytes = 0  # remembered by nested segments during the running recomputation
+        # Skips that the running forward holds.
+        self._running: set[int] = set()
+        # Everything else that is alive,
+        self._other_bytes = 0
+        # the part of it that is the gradient of the boundary where the backward stands,
+        self._gradient_bytes = 0
+        # and the part that waits in autograd's engine: gradients of shared parameters, until their first stage adds its
+        # own.
+        self._waiting_gradient_bytes = 0
+        # By stage, copies of buffers that a recomputation has worked on and saved.
+        self._saved_state_bytes = [0] * len(chain)
+        # States that nested segments remember during the running recomputation, for one that never comes.
+        self._unused_state_bytes = 0
         self._segment_seconds = 0.0
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []

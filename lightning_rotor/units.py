@@ -33,10 +33,14 @@ class MemoryLimit:
 
     def on_device(self, total_bytes: int) -> int:
         """The limit in bytes on a device with ``total_bytes`` of memory."""
-        return self.size_bytes if self.size_bytes is not None else int((self.fraction or 0.0) * total_bytes)
+        if self.size_bytes is not None:
+            return self.size_bytes
+        return int((self.fraction or 0.0) * total_bytes)
 
     def __str__(self) -> str:
-        return format_bytes(self.size_bytes) if self.size_bytes is not None else f"{self.fraction:.0%} of the device"
+        if self.size_bytes is not None:
+            return format_bytes(self.size_bytes)
+        return f"{self.fraction:.0%} of the device"
 
 
 def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
@@ -112,14 +116,23 @@ def format_bytes(size_bytes: float) -> str:
     """
     factor, unit = size_unit(size_bytes)
     size = size_bytes / factor
-    digits = 0 if unit == "B" else 2 if abs(size) < 10 or unit == "TiB" else 1 if abs(size) < 100 else 0
+    if unit == "B":
+        digits = 0
+    elif abs(size) < 10 or unit == "TiB":  # a hundredth of a TiB is more than any device can miss
+        digits = 2
+    elif abs(size) < 100:
+        digits = 1
+    else:
+        digits = 0
     return f"{size:.{digits}f} {unit}"
 
 
 def formatted_apart(size_bytes: int, other_bytes: int) -> tuple[str, str]:
     """Two sizes as :func:`format_bytes` prints them, to the byte if they would read the same."""
     one, other = format_bytes(size_bytes), format_bytes(other_bytes)
-    return (one, other) if one != other else (f"{size_bytes:,} bytes", f"{other_bytes:,} bytes")
+    if one == other:
+        return f"{size_bytes:,} bytes", f"{other_bytes:,} bytes"
+    return one, other
 
 
 def is_positive_integer(value: object) -> bool:

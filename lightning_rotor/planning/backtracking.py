@@ -22,7 +22,7 @@ def schedule_at(table: Table, memory: int) -> Schedule:
 
 
 class _Decision(NamedTuple):
-    """The best begin of an interval: a leaf, or a segment of ``body_memory`` slots; the rest gets ``left`` slots."""
+    """The best beginning of an interval: a leaf, or a segment of ``body_memory`` slots; the rest gets ``left``."""
 
     seconds: float
     leaf: Leaf | None

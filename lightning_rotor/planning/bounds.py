@@ -131,10 +131,13 @@ class _Knapsacks:
         self._size = int(budget_bytes / self._unit) + 2
         self._starts = starts
         self._reach = reach
-        self._sources: dict[int, Seconds] = {}  # by stage: everything before it settled and its input there for a gap
-        self._best = np.zeros(len(starts))  # the largest bound of all moments so far, without first runs
-        self._first = np.zeros(len(starts))  # first runs so far
-        self._unbroken = np.ones(len(starts), bool)  # every stage so far can be part of a gap
+        # By stage: least seconds of all before it, where its input is there for a gap that starts with it.
+        self._sources: dict[int, Seconds] = {}
+        # By start: the largest bound of all moments so far, without first runs; and the first runs so far.
+        self._best = np.zeros(len(starts))
+        self._first = np.zeros(len(starts))
+        # By start: every stage so far can be part of a gap.
+        self._unbroken = np.ones(len(starts), bool)
 
     def solve(self) -> float:
         """Fill in the gaps; returns least seconds from the first start on if the first runs there are the step's."""
@@ -143,7 +146,9 @@ class _Knapsacks:
         for index in range(self._starts.start, len(self._stages)):
             rows = self._rows(index)
             if index in self._starts:
+                # From here on another start: nothing is kept, and nothing has run.
                 states.setdefault((0, "kept"), self._nothing())[rows.stop - 1] = 0.0
+            # From the first run of a stage on it still takes its set and backward, and so do all behind it.
             forward = max(forward, self._forward_moment(index, states)) + self._stages[index].kept_seconds
             self._moment(index, rows, states)
             states = self._next(index, rows, states)
@@ -155,27 +160,33 @@ class _Knapsacks:
         return slice(begin - self._starts.start, min(index + 1, self._starts.stop) - self._starts.start)
 
     def _nothing(self) -> Seconds:
+        """No execution yet, for any start and memory."""
         return np.full((len(self._starts), self._size), math.inf)
 
     def _moment(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> None:
         """Record the backward of a stage: gaps that end here, and the best of all moments."""
         stage = self._stages[index]
         kept = self._least(stage, rows, states, lambda way: way.kept_seconds)
-        first, best = self._first[rows], self._best[rows]
+        first = self._first[rows]
+        best = self._best[rows]
         if stage.recomputable:
             ends = self._least(stage, rows, states, lambda way: way.last_seconds if way.saves else math.inf)
             last = min(way.last_seconds for way in stage.ways)
-            found = first + np.maximum(ends, best + last)
+            gap = first + np.maximum(ends, best + last)
             if not all(way.saves for way in stage.ways):
                 # Nothing runs for a stage that saves nothing: the gap ends before it.
-                before = self._gaps[self._starts.start :, index - 1][rows] if index else np.zeros_like(found)
+                before = np.zeros_like(gap)
+                if index:
+                    before = self._gaps[self._starts.start :, index - 1][rows].copy()
+                own_row = index - self._starts.start - rows.start
+                if own_row < len(before):
+                    before[own_row] = 0.0  # a gap of this stage alone has nothing before it
                 free = min(way.last_seconds for way in stage.ways if not way.saves)
-                before = np.where(np.arange(len(before)) == index - self._starts.start - rows.start, 0.0, before)
-                found = np.minimum(found, before + free)
-            found[~self._unbroken[rows]] = math.inf
-            self._gaps[self._starts.start :][rows, index] = found
+                gap = np.minimum(gap, before + free)
+            gap[~self._unbroken[rows]] = math.inf
+            self._gaps[self._starts.start :][rows, index] = gap
         else:
-            self._unbroken[rows] = False
+            self._unbroken[rows] = False  # a stage that must be kept is in no gap
         best = np.maximum(best + stage.kept_seconds, kept)
         self._best[rows] = best
         self._first[rows] = first + stage.first_seconds
@@ -196,9 +207,13 @@ class _Knapsacks:
         """Least seconds from the first start on of what fits beside the first run of a stage, its input held."""
         stage = self._stages[index]
         room = stage.forward_room_bytes - stage.input_bytes
-        return min(float(before[0, self._column(room)]) for before in states.values()) if room >= 0 else math.inf
+        if room < 0:
+            return math.inf
+        column = self._column(room)
+        return min(float(before[0, column]) for before in states.values())
 
     def _column(self, room_bytes: int) -> int:
+        """Column of an amount of memory. Sizes are rounded down and room up, so that the bound holds."""
         return min(math.ceil(room_bytes / self._unit), self._size - 1)
 
     def _next(self, index: int, rows: slice, states: dict[_Key, Seconds]) -> dict[_Key, Seconds]:
@@ -207,6 +222,7 @@ class _Knapsacks:
         held = self._nothing()
         for before in states.values():
             self._put(held, before, rows, stage.input_bytes, 0.0)
+        # A gap starts from a boundary that is held, or that the kept stage before it makes again.
         source = held.copy()
         for (saved, again), before in states.items():
             if again == "kept":
@@ -217,13 +233,14 @@ class _Knapsacks:
         for way in stage.ways:
             lost = after.setdefault((way.output_bytes, "no"), self._nothing())
             made = after.setdefault((way.output_bytes, "kept"), self._nothing())
-            both = [(True, held, 0)]
+            # Its input is held, or there as far as sets save it; True if it can run once more from it.
+            inputs = [(True, held, 0)]
             for (saved, again), before in states.items():
-                both.append((again != "no", before, way.saved_input_bytes(stage.input_bytes, saved)))
-            for available, before, input_bytes in both:
+                inputs.append((again != "no", before, way.saved_input_bytes(stage.input_bytes, saved)))
+            for can_run_again, before, input_bytes in inputs:
                 size = way.set_bytes + input_bytes
                 self._put(lost, before, rows, size, way.kept_seconds)
-                if available and stage.recomputable:
+                if can_run_again and stage.recomputable:
                     self._put(made, before, rows, size, way.kept_seconds + stage.first_seconds)
         if stage.recomputable:
             gap = self._after_gaps(index)

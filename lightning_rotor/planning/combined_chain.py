@@ -19,14 +19,16 @@ def combined(
     """A chain whose sizes and durations follow from several chains'; ``UnlikeChainsError`` if those are unlike."""
 
     def one(values: Sequence[Any], name: str) -> Any:
+        """One value from those of several chains; ``name`` of the field says what it counts."""
         first = values[0]
         if isinstance(first, StageCost):
             values = list(map(_spelled_out, values))
         if is_dataclass(first) and not isinstance(first, type):
-            parts = {
-                each.name: one([getattr(value, each.name) for value in values], each.name) for each in fields(first)
-            }
+            parts: dict[str, Any] = {}
+            for field in fields(first):
+                parts[field.name] = one([getattr(value, field.name) for value in values], field.name)
             if isinstance(first, StageCost):
+                # Each is rounded by itself, and the stage's must stay the largest.
                 peaks = [option.discard_peak_bytes or 0 for option in parts["options"]]
                 parts["discard_peak_bytes"] = max([parts["discard_peak_bytes"], *peaks])
             return replace(first, **parts)
@@ -47,7 +49,7 @@ def combined(
 
 
 def _spelled_out(stage: StageCost) -> StageCost:
-    """These costs, with the peaks that only some measurements have of their own."""
+    """The stage with the peaks that only some measurements have of their own, so that all have as many figures."""
     options = [
         replace(
             option,

@@ -121,7 +121,7 @@ class Choices(NamedTuple):
 @kernel()
 def kept(a: Requirements, t: Rows, first: int, last: int, ending: int, source: int) -> Choices:
     """Choices that keep ``first``, by way."""
-    none = np.zeros(a.kept.shape[3], np.int64)
+    none = np.zeros(a.kept.shape[3], np.int64)  # row 0, which is zero everywhere: no second row, and no shift
     if first == last:
         ways = a.ended[last, ending, source]
         low = np.maximum(ways[FORWARD] + a.base[ending, first, last], ways[LEAST])

@@ -1,4 +1,4 @@
-"""What each decision of the dynamic program needs and takes, in slots of memory and seconds.
+"""Slots and seconds that each decision of the dynamic program needs and takes.
 
 The program must know what is alive at each moment without following a schedule. Only three kinds of moments exist, and
 at each most of what is alive depends on one number alone:
@@ -14,11 +14,6 @@ at each most of what is alive depends on one number alone:
 
 These amounts are added to the requirements here; the program's ``m`` counts only what the schedule retains.
 
-A skip (:class:`lightning_rotor.chain.Skip`) is retained under one of two rules. If several stages read it, or its maker
-saves it: from the item that makes it on, until that item's own backward. Else by the item that holds its only reader: a
-segment, or a leaf that saves it; before, the running forward holds it. Gradients of skips depend on the place in the
-step alone, so they count like those of parameters.
-
 Cumulative sums are rounded to slots, not each size: errors of neighbours cancel, and a run of kept stages is off by one
 slot at most. Least memories are rounded to the nearest slot. Neither needs to be safe: the simulator judges in bytes.
 """
@@ -33,8 +28,8 @@ from typing import TypeAlias
 import numpy as np
 
 from lightning_rotor.chain import Chain, Option
-from lightning_rotor.live_memory import Skips
 from lightning_rotor.planning.kernels import FORWARD, LEAST, NEVER, RECORDED, Integers, Requirements
+from lightning_rotor.planning.retained_skips import RetainedSkips
 
 # Who holds the input of a stage during its backward.
 #   PLAIN    nobody but the stage itself
@@ -60,37 +55,43 @@ def requirements_of(
     ``readers_pay`` charges every skip to its first reader: less than some schedules take, where the other rule charges
     more than some do.
     """
-    n = len(chain)
-    skips = _Skips(chain, readers_pay=readers_pay)
+    stages = len(chain)
+    skips = RetainedSkips(chain, readers_pay=readers_pay)
     options = _Options(chain, skips, unit, gradients_exist=gradients_exist)
     states = _state_bytes(chain)
     held = _in_slots(states + skips.held, unit)
-    variants = [options.variants(index, refined=refined, holding=bool(held[index, index:].any())) for index in range(n)]
-    pinned = np.cumsum([0, *(stage.pinned_bytes for stage in chain)])[:n]
-    in_forward = lingering_bytes + pinned + skips.in_forward
+    variants = []
+    for index in range(stages):
+        holds_anything = bool(held[index, index:].any())
+        variants.append(options.variants(index, refined=refined, holding=holds_anything))
+    pinned_before = np.cumsum([0, *(stage.pinned_bytes for stage in chain)])[:stages]
+    in_forward = lingering_bytes + pinned_before + skips.in_forward
     base = options.bases(_in_slots(states, unit), _in_slots(in_forward, unit))
     kept, ended = options.ways(variants)
+    # Ways are the options, and perhaps once more all of them with the input free.
     repeats = kept.shape[-1] // options.seconds.shape[-1]
+    recording = options.recording(base) if repeats > 1 else np.zeros((0, stages + 1, stages), np.int64)
     segment_variant, segment_least = options.segments(variants)
-    behind_kept = [0 if stage.recomputable else index + 1 for index, stage in enumerate(chain)]
+    peak_in_recomputation = _discard_peaks(chain, 0 * in_forward, skips, unit)
+    peak_in_forward = _discard_peaks(chain, in_forward, skips, unit)
     return Requirements(
         endings=np.array([len(endings) for endings in options.endings]),
-        variants=np.array([len(each.columns) for each in variants]),
-        class_before=np.cumsum([0, 0, *(len(classes) for classes in options.classes[1:n])]),
-        outermost=np.array([*np.maximum.accumulate(behind_kept)[:-1], 0]),
+        variants=np.array([len(variant.columns) for variant in variants]),
+        class_before=np.cumsum([0, 0, *(len(classes) for classes in options.classes[1:stages])]),
+        outermost=_outermost(chain),
         base=base,
         trigger=options.triggers(),
         kept=kept,
         kept_seconds=np.tile(options.seconds, repeats),
         ended=ended,
         ended_seconds=np.tile(options.last_seconds, repeats),
-        recording=options.recording(base) if repeats > 1 else np.zeros((0, n + 1, n), np.int64),
+        recording=recording,
         bare=options.bare(variants),
         bare_seconds=options.bare_seconds,
         input_slots=options.input_slots,
         segment_variant=segment_variant,
         segment_least=segment_least,
-        peak=np.stack([_discard_peaks(chain, before, skips, unit) for before in (0 * in_forward, in_forward)]),
+        peak=np.stack([peak_in_recomputation, peak_in_forward]),
         held=held,
         handed_on=_in_slots(skips.handed_on, unit),
         discard_before=np.cumsum([0.0, *(stage.discard_seconds for stage in chain)]),
@@ -98,58 +99,75 @@ def requirements_of(
     )
 
 
-def retains_from_birth(chain: Chain) -> bool:
-    """True if any skip falls under the first of the two rules; else ``readers_pay`` changes nothing."""
-    return bool(_Skips(chain, readers_pay=False).from_birth)
-
-
-# -------------------------------------------------------------------- from bytes to slots
-
-
 @dataclass(frozen=True, slots=True)
 class _Variants:
-    """For whom the bodies that start at a stage are told apart."""
+    """Holders of its input for whom the bodies that start at a stage are told apart.
 
-    columns: list[int]  # by variant, who holds the input
-    of: list[int]  # by holder, the variant
-    need: list[int]  # by holder, the least memory that the bodies do not know of
-    are_apart: bool = False  # it matters who holds the input
+    Attributes:
+        columns: By variant, who holds the input.
+        of: By holder, the variant.
+        need: By holder, the least memory that the bodies do not know of.
+        are_apart: It matters who holds the input.
+    """
+
+    columns: list[int]
+    of: list[int]
+    need: list[int]
+    are_apart: bool = False
 
 
 class _Options:
     """Needs of the options of all stages, ``(n, options)``; options that a stage lacks are never allowed."""
 
-    def __init__(self, chain: Chain, skips: _Skips, unit: float, *, gradients_exist: bool) -> None:
-        n, most = shape = len(chain), max(len(stage.options) for stage in chain)
-        self._chain, self._skips, self._unit = chain, skips, unit
-        # What a keep-all forward has retained before each stage, its input not included.
-        self._before = [0, *accumulate(_input_bytes(chain, n) + each.keep.saved_bytes for n, each in enumerate(chain))]
-        self.classes = [_classes(chain, boundary) for boundary in range(n + 1)]
+    def __init__(self, chain: Chain, skips: RetainedSkips, unit: float, *, gradients_exist: bool) -> None:
+        stages = len(chain)
+        most = max(len(stage.options) for stage in chain)
+        shape = stages, most
+        self._chain = chain
+        self._skips = skips
+        self._unit = unit
+        # What a keep-all forward has retained before each stage, its input not included: the places in the chain at
+        # which sizes are rounded, so that the errors of neighbours cancel.
+        retained = [_input_bytes(chain, index) + stage.keep.saved_bytes for index, stage in enumerate(chain)]
+        self._before = [0, *accumulate(retained)]
+        self.classes = [_classes(chain, boundary) for boundary in range(stages + 1)]
         # By stage: what recomputations that end there find alive, and what the backward takes before them.
         self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
-        self.input_slots = np.array([self._input_slots(index, _input_bytes(chain, index)) for index in range(n)])
+        self.input_slots = np.array([self._input_slots(index, _input_bytes(chain, index)) for index in range(stages)])
         self._gives_up_input = [
             stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index) for index, stage in enumerate(chain)
         ]
-        self._forward, self._replay, self._bare = (np.full(shape, NEVER) for _ in range(3))
-        self._retained, self._output_class, self._freed = (np.zeros(shape, np.int64) for _ in range(3))
+        # Least memory of the recorded forward, of one that stops at the last saved tensor, and of a backward without.
+        self._forward = np.full(shape, NEVER)
+        self._replay = np.full(shape, NEVER)
+        self._bare = np.full(shape, NEVER)
+        self._retained = np.zeros(shape, np.int64)
+        self._output_class = np.zeros(shape, np.int64)
+        self._freed = np.zeros(shape, np.int64)  # of the input, if nobody else holds it
         self._ending = np.full(shape, -1)
-        self._paid = np.zeros((n, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
-        self._backward, self._last_backward = (np.full((n, 5, most), NEVER) for _ in range(2))  # by who holds the input
+        self._paid = np.zeros((stages, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
+        # Least memory of the backward by who holds the input: of a kept stage, and of one that ends a recomputation.
+        self._backward = np.full((stages, 5, most), NEVER)
+        self._last_backward = np.full((stages, 5, most), NEVER)
         # Of kept stages; of those that end a recomputation; of those that save nothing and end a segment.
-        self.seconds, self.last_seconds, self.bare_seconds = (np.zeros(shape) for _ in range(3))
+        self.seconds = np.zeros(shape)
+        self.last_seconds = np.zeros(shape)
+        self.bare_seconds = np.zeros(shape)
         for index, base in enumerate(_backward_bases(chain, gradients_exist)):
             for number, option in enumerate(chain.stages[index].options):
                 self._read(index, number, option)
                 self._read_backward(index, number, option, base, gradients_exist)
         # The last stage ends the step's forward, under any of its options, so endings do not matter.
-        self.endings[-1], self._ending[-1] = [(0, 0)], 0
-        self._replay[-1], self._last_backward[-1] = self._forward[-1], self._backward[-1]
+        self.endings[-1] = [(0, 0)]
+        self._ending[-1] = 0
+        self._replay[-1] = self._forward[-1]
+        self._last_backward[-1] = self._backward[-1]
         self.last_seconds[-1] = self.seconds[-1]
 
     def _slots(self, size_bytes: int, start_bytes: int = 0) -> int:
         """Slots of bytes; of retained ones by the place in the chain where they start."""
-        first, last = start_bytes / self._unit, (start_bytes + size_bytes) / self._unit
+        first = start_bytes / self._unit
+        last = (start_bytes + size_bytes) / self._unit
         return math.floor(last + 0.5) - math.floor(first + 0.5)
 
     def _input_slots(self, index: int, size_bytes: int) -> int:
@@ -158,17 +176,25 @@ class _Options:
 
     def _read(self, index: int, number: int, option: Option) -> None:
         """Read sizes and durations of an option except those of its backward."""
-        at, slots, size = (index, number), self._slots, _input_bytes(self._chain, index)
-        self._forward[at], self._replay[at] = slots(option.forward_peak_bytes), slots(option.replay_peak_bytes)
+        at = index, number
+        input_bytes = _input_bytes(self._chain, index)
+        self._forward[at] = self._slots(option.forward_peak_bytes)
+        self._replay[at] = self._slots(option.replay_peak_bytes)
         skip_bytes = self._skips.retained(index, option, self._chain)
         start_bytes = self._before[index + 1] - option.saved_bytes
-        self._retained[at] = slots(option.saved_bytes, start_bytes) + slots(skip_bytes)
-        exact = option.saved_output_bytes, option.needs_exact_output
+        self._retained[at] = self._slots(option.saved_bytes, start_bytes) + self._slots(skip_bytes)
         classes = self.classes[index + 1]
-        self._output_class[at] = classes.index(exact if exact in classes else (option.saved_output_bytes, False))
-        for number_before, (saved, is_exact) in enumerate(self.classes[index]):
-            kept = self._input_slots(index, min(size, saved + option.saved_input_bytes))
-            self._paid[index, number_before, number] = (NEVER if is_exact else 0) if option.inverts else kept
+        output_class = option.saved_output_bytes, option.needs_exact_output
+        if output_class not in classes:
+            output_class = option.saved_output_bytes, False
+        self._output_class[at] = classes.index(output_class)
+        for class_before, (saved_bytes, is_exact) in enumerate(self.classes[index]):
+            if option.inverts:
+                # It drops its input, so it pays nothing for it, and must not where the stage before needs every bit.
+                paid = NEVER if is_exact else 0
+            else:
+                paid = self._input_slots(index, min(input_bytes, saved_bytes + option.saved_input_bytes))
+            self._paid[index, class_before, number] = paid
         if not option.inverts:  # what an inverted stage frees is never paid for
             self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
         self.seconds[at] = option.seconds
@@ -177,28 +203,30 @@ class _Options:
 
     def _read_backward(self, index: int, number: int, option: Option, base: int, gradients_exist: bool) -> None:
         """Read the needs of an option's backward; ``base`` is alive whatever the schedule."""
-        slots, peaks = self._slots, option.backward_peaks(gradients_exist=gradients_exist)
-        own = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
+        peaks = option.backward_peaks(gradients_exist=gradients_exist)
+        own_bytes = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
         if index < len(self._chain) - 1:  # else the output is the caller's, and part of the base already
-            own += option.saved_output_bytes
-        size = _input_bytes(self._chain, index)
-        freed = size - min(size, option.saved_input_bytes)
-        for backward, least, more in (
+            own_bytes += option.saved_output_bytes
+        input_bytes = _input_bytes(self._chain, index)
+        freed_bytes = input_bytes - min(input_bytes, option.saved_input_bytes)
+        # A kept stage's backward also runs what needs no saved tensor; one behind a recomputation has run it before,
+        # and finds the copies of buffers that the recomputation has saved.
+        for backward, least_bytes, copies_bytes in (
             (self._backward, option.unpack_peak_bytes, 0),
             (self._last_backward, 0, option.saved_state_bytes),
         ):
-            plain, segment, held = (
-                slots(own + more + max(peak, least))
-                for peak in (peaks.plain_bytes, peaks.segment_bytes, peaks.held_bytes)
-            )
-            nested = slots(max(own + more + max(peaks.plain_bytes, least) - freed, 0))
-            backward[index, :, number] = plain, nested, segment, held, held
+            alive_bytes = own_bytes + copies_bytes
+            plain = self._slots(alive_bytes + max(peaks.plain_bytes, least_bytes))
+            nested = self._slots(max(alive_bytes + max(peaks.plain_bytes, least_bytes) - freed_bytes, 0))
+            segment = self._slots(alive_bytes + max(peaks.segment_bytes, least_bytes))
+            held = self._slots(alive_bytes + max(peaks.held_bytes, least_bytes))
+            backward[index, :, number] = plain, nested, segment, held, held  # in the order PLAIN .. SAVED
             if option.inverts:  # the input must be its own
                 backward[index, NESTED : HELD + 1, number] = NEVER
         if not option.saved_tensors:
-            self._bare[index, number] = slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes))
+            self._bare[index, number] = self._slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes))
             return
-        ending = slots(base + option.unpack_bytes), slots(base + option.unpack_peak_bytes)
+        ending = self._slots(base + option.unpack_bytes), self._slots(base + option.unpack_peak_bytes)
         if ending not in self.endings[index]:
             self.endings[index].append(ending)
         self._ending[index, number] = self.endings[index].index(ending)
@@ -212,58 +240,69 @@ class _Options:
         if index == 0:
             return _Variants([HELD], [0] * 4, [0] * 4)
         frees = bool(self._freed[index].any())
-        choosing = sum(not option.inverts for option in self._chain.stages[index].options) > 1
-        if not choosing and not (refined and (holding or frees)):
+        has_a_choice = sum(not option.inverts for option in self._chain.stages[index].options) > 1
+        if not has_a_choice and not (refined and (holding or frees)):
             return _Variants([NESTED], [0] * 4, self._last_backward[index, :4].min(axis=1).tolist())
         columns: list[int] = []
         of = [0] * 4
-        for who in (NESTED, HELD) if self._gives_up_input[index] else (NESTED, SEGMENT, HELD):
+        holders = (NESTED, HELD) if self._gives_up_input[index] else (NESTED, SEGMENT, HELD)
+        for holder in holders:
             # A nested segment has given up what its first stage does not save: that is more than a least memory.
-            comparable = [each for each in columns if each != NESTED or not frees]
-            # It makes no difference to the stage's backward which of them holds the input.
-            backwards = self._backward[index], self._last_backward[index]
-            alike = [each for each in comparable if all((needs[who] == needs[each]).all() for needs in backwards)]
-            if not alike:
-                columns.append(who)
-            of[who] = columns.index(alike[0]) if alike else len(columns) - 1
+            comparable = [column for column in columns if column != NESTED or not frees]
+            alike = [column for column in comparable if self._are_alike(index, holder, column)]
+            if alike:
+                of[holder] = columns.index(alike[0])
+            else:
+                columns.append(holder)
+                of[holder] = len(columns) - 1
         return _Variants(columns, of, [0] * 4, are_apart=True)
 
-    # Arrays of Requirements.
+    def _are_alike(self, index: int, holder: int, other: int) -> bool:
+        """True if it makes no difference to a stage's backward which of two holds the input."""
+        kept = self._backward[index]
+        last = self._last_backward[index]
+        return bool((kept[holder] == kept[other]).all() and (last[holder] == last[other]).all())
+
+    # From here on arrays of Requirements.
 
     def segments(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
         """Variant of a segment that pays for its input, and its least memory."""
         shape = 2, len(variants), self._paid.shape[1]
-        variant, least = np.zeros(shape, np.int64), np.full(shape, NEVER)
-        for index, each in enumerate(variants[1:], start=1):
-            for number, (saved, _) in enumerate(self.classes[index]):
+        variant = np.zeros(shape, np.int64)
+        least = np.full(shape, NEVER)
+        for index in range(1, len(variants)):
+            for number, (saved_bytes, _) in enumerate(self.classes[index]):
                 for is_top in (0, 1):
-                    who = SEGMENT if is_top and not self._gives_up_input[index] else NESTED
-                    who = HELD if saved else who
-                    variant[is_top, index, number] = each.of[who]
-                    least[is_top, index, number] = self.input_slots[index] + each.need[who]
+                    holder = NESTED
+                    if is_top and not self._gives_up_input[index]:
+                        holder = SEGMENT
+                    if saved_bytes:
+                        holder = HELD
+                    variant[is_top, index, number] = variants[index].of[holder]
+                    least[is_top, index, number] = self.input_slots[index] + variants[index].need[holder]
         return variant, least
 
     def ways(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
         """Needs of stages that are kept, and of those that end recomputations."""
-        n, options = self._forward.shape
-        bodies = max(len(each.columns) for each in variants)
+        stages, options = self._forward.shape
+        bodies = max(len(variant.columns) for variant in variants)
         # By stage, True if a segment that starts there may count its input as free.
-        frees = self._freed.any(axis=1) & np.array([each.are_apart for each in variants])
-        kept = np.zeros((n, bodies + self._paid.shape[1], 5, options * (1 + bool(frees.any()))), np.int64)
-        kept[:, :, [FORWARD, LEAST]], kept[:, :, RECORDED] = NEVER, -NEVER
+        frees = self._freed.any(axis=1) & np.array([variant.are_apart for variant in variants])
+        count = 2 * options if frees.any() else options
+        kept = np.zeros((stages, bodies + self._paid.shape[1], 5, count), np.int64)
+        kept[:, :, [FORWARD, LEAST]] = NEVER
+        kept[:, :, RECORDED] = -NEVER
         ended = np.stack([kept] * max(map(len, self.endings)), axis=1)
-        for index, each in enumerate(variants):
-            sources = [(source, 0 * self._forward[index], 0, who) for source, who in enumerate(each.columns)]
-            for number, (saved, _) in enumerate(self.classes[index] if index else ()):
+        for index, variant in enumerate(variants):
+            for source, holder in enumerate(variant.columns):
+                self._put_ways(kept, ended, index, source, holder, paid=0 * self._forward[index], input_slots=0)
+            if index == 0:
+                continue  # the caller pays for the chain's input
+            for number, (saved_bytes, _) in enumerate(self.classes[index]):
+                holder = SAVED if saved_bytes else PLAIN
                 paid = self._paid[index, number]
-                sources.append((bodies + number, paid, self.input_slots[index], SAVED if saved else PLAIN))
-            for source, paid, input_slots, who in sources:
-                taken, output = paid + self._retained[index], self._output_class[index]
-                least, last_least = paid + self._backward[index, who], paid + self._last_backward[index, who]
-                kept[index, source, :RECORDED, :options] = input_slots + self._forward[index], least, taken, output
-                for ending in range(len(self.endings[index])):
-                    replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
-                    ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
+                input_slots = int(self.input_slots[index])
+                self._put_ways(kept, ended, index, bodies + number, holder, paid=paid, input_slots=input_slots)
         for index in np.flatnonzero(frees).tolist():
             # A recomputed nested segment gives up its input; what the first stage does not save serves the backwards.
             # The recomputation must do without it, which surely works if it could keep everything.
@@ -273,25 +312,40 @@ class _Options:
             kept[index, 0, :, options:] = free
         return kept, ended
 
+    def _put_ways(
+        self, kept: Integers, ended: Integers, index: int, source: int, holder: int, *, paid: Integers, input_slots: int
+    ) -> None:
+        """Needs of one stage whose input comes from one source; ``paid`` is taken for the input, by option."""
+        options = len(paid)
+        taken = paid + self._retained[index]
+        output = self._output_class[index]
+        least = paid + self._backward[index, holder]
+        kept[index, source, :RECORDED, :options] = input_slots + self._forward[index], least, taken, output
+        last_least = paid + self._last_backward[index, holder]
+        for ending in range(len(self.endings[index])):
+            replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
+            ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
+
     def bare(self, variants: list[_Variants]) -> Integers:
         """Least memory for backwards that need no recomputation. Without one, segments hold their input to the end."""
-        bare = np.full((len(variants), 1 + max(len(each.columns) for each in variants), self._bare.shape[1]), NEVER)
+        most_variants = max(len(variant.columns) for variant in variants)
+        bare = np.full((len(variants), 1 + most_variants, self._bare.shape[1]), NEVER)
         bare[:, 0] = self._bare
-        for index, each in enumerate(variants):
-            for variant, who in enumerate(each.columns):
-                alone = self._backward[index, max(who, SEGMENT)]
-                bare[index, 1 + variant] = np.where(self._bare[index] < NEVER, alone, NEVER)
+        for index, variant in enumerate(variants):
+            for number, holder in enumerate(variant.columns):
+                alone = self._backward[index, max(holder, SEGMENT)]
+                bare[index, 1 + number] = np.where(self._bare[index] < NEVER, alone, NEVER)
         return bare
 
     def bases(self, remembered: Integers, forward: Integers) -> Integers:
         """Memory alive whenever stages run forward: by the ending of their recomputation, or in the step's forward."""
-        n = len(self.endings)
-        found = [np.full((n, n), NEVER) for _ in range(max(map(len, self.endings)))]
+        stages = len(self.endings)
+        bases = np.full((max(map(len, self.endings)), stages, stages), NEVER)
         for last, endings in enumerate(self.endings):
             for number, (base, _) in enumerate(endings):
-                found[number][:, last] = base + remembered[:, last]
-        found[0][:, -1] = forward
-        return np.stack(found)
+                bases[number, :, last] = base + remembered[:, last]
+        bases[0, :, -1] = forward
+        return bases
 
     def triggers(self) -> Integers:
         """Memory that backwards take before they start a recomputation."""
@@ -302,68 +356,22 @@ class _Options:
 
     def recording(self, bases: Integers) -> Integers:
         """Least memory to run stages in a recomputation that keeps everything."""
-        n = len(self.endings)
+        stages = len(self.endings)
         taken = self._paid[:, 0, 0] + self._retained[:, 0]
-        found = np.full((len(bases), n + 1, n), NEVER)
-        for ending, (base, needs) in enumerate(zip(bases, found, strict=True)):
-            for first in reversed(range(n)):
+        recording = np.full((len(bases), stages + 1, stages), NEVER)
+        for ending, (base, needs) in enumerate(zip(bases, recording, strict=True)):
+            # From behind: running a stage must leave enough for all that follow.
+            for first in reversed(range(stages)):
                 forward = self.input_slots[first] + self._forward[first, 0] + base[first, first:]
                 needs[first, first:] = np.maximum(forward, taken[first] + needs[first + 1, first:])
                 if ending < len(self.endings[first]):
                     option = int(np.argmax(self._ending[first] == ending))
                     needs[first, first] = self.input_slots[first] + self._replay[first, option] + base[first, first]
-        return found
-
-
-class _Skips:
-    """Skips by the rule under which they are retained (see the module's docstring)."""
-
-    def __init__(self, chain: Chain, *, readers_pay: bool) -> None:
-        n = len(chain)
-        self.learn_in = Skips(chain).learn_in
-        self.in_forward = np.zeros(n, np.int64)  # by stage: what the running forward holds
-        self.held = np.zeros((n, n), np.int64)
-        self.handed_on = np.zeros((n, n), np.int64)
-        self.from_birth: set[int] = set()
-        self._births = np.zeros(n, np.int64)
-        self._spans: list[tuple[int, int, int]] = []
-        for number, skip in enumerate(chain.skips):
-            born, last, size = skip.born, skip.last_use, skip.size_bytes
-            if skip.in_output:
-                self.in_forward[born + 1 :] += size
-            elif (
-                born >= 0 and not readers_pay and (len(skip.uses) > 1 or number in chain.stages[born].keep.saved_skips)
-            ):
-                self.from_birth.add(number)
-                self._births[born] += size
-                self.handed_on[: born + 1, born:last] += size
-                self._spans.append((born, last, size))
-            elif born >= 0:
-                first = skip.uses[0]
-                self.in_forward[born + 1 : first + 1] += size
-                self.held[born + 1 : first + 1, first:] += size
-
-    def retained(self, index: int, option: Option, chain: Chain) -> int:
-        """Bytes of skips retained by a kept stage: those it makes, and those that it alone reads and saves."""
-        saved = [
-            number
-            for number in option.saved_skips
-            if number not in self.from_birth
-            and not chain.skips[number].in_output
-            and chain.skips[number].uses[0] == index
-        ]
-        return int(self._births[index]) + sum(chain.skips[number].size_bytes for number in saved)
-
-    def carried(self, first: int) -> Integers:
-        """By stage from ``first`` on, bytes that a discarded pass which starts there has made and still holds."""
-        carried = np.zeros(len(self.in_forward), np.int64)
-        for born, last, size in self._spans:
-            if born >= first:
-                carried[born + 1 : last + 1] += size
-        return carried[first:]
+        return recording
 
 
 def _input_bytes(chain: Chain, index: int) -> int:
+    """Bytes of the input of a stage; 0 of the chain's, which the caller holds."""
     return chain.stages[index - 1].output_bytes if index else 0
 
 
@@ -385,39 +393,51 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, bytes alive at its backward whatever the schedule."""
-    always, gradients = chain.always_bytes, 0
-    bases: list[int] = []
-    for index, stage in reversed([*enumerate(chain.stages)]):
-        bases.append(always + gradients + chain.passing_gradient_bytes(index))
+    bases = [0] * len(chain)
+    gradient_bytes = 0  # of parameters of the stages behind
+    for index in reversed(range(len(chain))):
+        stage = chain.stages[index]
+        bases[index] = chain.always_bytes + gradient_bytes + chain.passing_gradient_bytes(index)
         if gradients_exist:
-            gradients = stage.waiting_gradient_bytes
+            gradient_bytes = stage.waiting_gradient_bytes
         else:
-            gradients += stage.keep.parameter_gradient_bytes
-    return bases[::-1]
+            gradient_bytes += stage.keep.parameter_gradient_bytes
+    return bases
 
 
-def _discard_peaks(chain: Chain, pinned_before: Integers, skips: _Skips, unit: float) -> Integers:
-    n = len(chain)
-    own = np.array([stage.discard_peak_bytes for stage in chain], np.int64) + pinned_before
-    inputs = np.array([_input_bytes(chain, index) for index in range(n)], np.int64)
-    peaks = np.zeros((n, n), np.int64)
-    for first in range(n):
+def _outermost(chain: Chain) -> Integers:
+    """By last stage, the first of the longest segment that may end there: behind the last stage that must be kept."""
+    behind_kept = [0 if stage.recomputable else index + 1 for index, stage in enumerate(chain)]
+    outermost = np.maximum.accumulate(behind_kept)
+    outermost[-1] = 0  # the step's own forward, which starts at the first stage
+    return outermost
+
+
+def _discard_peaks(chain: Chain, alive_before: Integers, skips: RetainedSkips, unit: float) -> Integers:
+    """Slots of the highest level in a discarded pass, by its first and last stage."""
+    stages = len(chain)
+    own = np.array([stage.discard_peak_bytes for stage in chain], np.int64) + alive_before
+    inputs = np.array([_input_bytes(chain, index) for index in range(stages)], np.int64)
+    peaks = np.zeros((stages, stages), np.int64)
+    for first in range(stages):
         levels = own[first:] + inputs[first:] + skips.carried(first)
-        levels[0] = own[first]
+        levels[0] = own[first]  # somebody else pays for the input of the first stage
         peaks[first, first:] = np.floor(np.maximum.accumulate(levels) / unit + 0.5)
     return peaks
 
 
 def _state_bytes(chain: Chain) -> Integers:
-    n = len(chain)
+    """Bytes of generator states and buffers that one run of a segment remembers, by its first and last stage."""
+    stages = len(chain)
     buffers = np.array([stage.state_bytes for stage in chain], np.int64)
     draws = np.array([stage.draws_random for stage in chain], bool)
-    remembered = np.zeros((n, n), np.int64)
-    for first in range(n):
+    remembered = np.zeros((stages, stages), np.int64)
+    for first in range(stages):
         generators = chain.rng_state_bytes * np.logical_or.accumulate(draws[first:])
         remembered[first, first:] = np.cumsum(buffers[first:]) + generators
     return remembered
 
 
 def _in_slots(sizes: Integers, unit: float) -> Integers:
+    """Sizes rounded to the nearest slot."""
     return np.floor(sizes / unit + 0.5).astype(np.int64)

@@ -23,7 +23,8 @@ from lightning_rotor.planning import effort
 from lightning_rotor.planning.candidates import Candidates, by_peak, by_seconds
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
-from lightning_rotor.planning.requirements import requirements_of, retains_from_birth
+from lightning_rotor.planning.requirements import requirements_of
+from lightning_rotor.planning.retained_skips import retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import Conditions, Simulation, simulate
 from lightning_rotor.units import is_positive_integer

@@ -19,7 +19,7 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -41,14 +41,19 @@ from lightning_rotor.shown import printable
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import format_bytes, format_seconds
 
-_MOST_LETTERS, _MOST_LINES = 45, 4
+# Of operators in a box.
+_MOST_LETTERS = 45
+_MOST_LINES = 4
 _WIDTH = _MOST_LETTERS + 8  # of a box in a frame
 # Paul Tol's scheme for filling cells: apart for colour-blind readers, light behind black text. Then the same, paler.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
     *("#B4D0EC", "#F6BEAB", "#F6ECBE", "#FFD0DA", "#C7ECFF", "#98DAC7", "#DAE38F", "#D0D073"),
 )
-_GREY, _SEGMENT, _INVERTED = "#666666", PHASE_COLOURS["recompute"][0], INVERSION_COLOURS[0]
+_GREY = "#666666"
+_SEGMENT = PHASE_COLOURS["recompute"][0]
+_INVERTED = INVERSION_COLOURS[0]
+# rich escapes for XML, but leaves control characters and halves of characters, with which no viewer reads the file.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SVG = """<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" width="{width}">
 <style>
@@ -94,31 +99,57 @@ def draw_chain(
         )
     if schedule is not None and len(schedule) != len(chain):
         raise ScheduleError(f"a schedule of {len(schedule)} stages for a chain of {len(chain)}: expected as many")
-    items = (schedule or Schedule.keep_all(len(chain))).items
+    if schedule is None:
+        items = Schedule.keep_all(len(chain)).items
+    else:
+        items = schedule.items
     depths = Counter(stage for segment in segments_in(items) for stage in range(segment.first, segment.last + 1))
     options = [chain.stages[leaf.stage].options[leaf.option] for item in items for leaf in leaves(item)]
-    labels: list[tuple[str, ...]] = [()] * len(chain) if stages is None else [operator_labels(each) for each in stages]
-    keys = stage_keys(chain, [(labels[n], depths[n], options[n].name) for n in range(len(chain))])
+    labels: list[tuple[str, ...]] = [()] * len(chain)
+    if stages is not None:
+        labels = [operator_labels(stage) for stage in stages]
+    details = [(label, depths[number], options[number].name) for number, label in enumerate(labels)]
+    keys = stage_keys(chain, details)
     runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
-    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}" + " · backward" * backward
-    facts = [
-        (True, sizes + (f" · {len(chain.skips)} skips" if chain.skips else "")),
-        (len(set(keys)) < len(keys), "equal stages share a colour"),
-        (depths, "orange: recomputed"),
-        (any(each.inverts for each in options), "dark blue: inverted, rebuilds its input from its output"),
-    ]
+    again = None
+    if backward:
+        runs.reverse()
+        again = {item.last: item for item in items if isinstance(item, Segment)}
     console = Console(width=_WIDTH, record=True, file=io.StringIO(), force_jupyter=False, highlight=False)
     if title:
         console.print(Text(title, "bold"))
-    for fact in (fact for applies, fact in facts if applies):
+    for fact in _facts(chain, keys, options, is_backward=backward, is_recomputed=bool(depths)):
         console.print(Text(fact, _GREY))
-    shades = dict(zip((key for key, count in Counter(keys).items() if count > 1), cycle(_COLOURS), strict=False))
-    again = {item.last: item for item in items if isinstance(item, Segment)} if backward else None
-    drawing = _Boxes(chain, labels, options, depths, [shades.get(key, "#FFFFFF") for key in keys], again)
-    for run in reversed(runs) if backward else runs:
-        console.print(drawing.run(run))
+    boxes = _Boxes(chain, labels, options, depths, _colours(keys), again)
+    for run in runs:
+        console.print(boxes.run(run))
     drawn = console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
-    return Drawing(_NOT_IN_XML.sub(lambda found: printable(found[0]), drawn))
+    return Drawing(_NOT_IN_XML.sub(lambda match: printable(match[0]), drawn))
+
+
+def _facts(
+    chain: Chain, keys: Sequence[Hashable], options: Sequence[Option], *, is_backward: bool, is_recomputed: bool
+) -> Iterator[str]:
+    """Lines above the boxes: sizes, and the colours that appear."""
+    sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}"
+    if is_backward:
+        sizes += " · backward"
+    if chain.skips:
+        sizes += f" · {len(chain.skips)} skips"
+    yield sizes
+    if len(set(keys)) < len(keys):
+        yield "equal stages share a colour"
+    if is_recomputed:
+        yield "orange: recomputed"
+    if any(option.inverts for option in options):
+        yield "dark blue: inverted, rebuilds its input from its output"
+
+
+def _colours(keys: Sequence[Hashable]) -> list[str]:
+    """By stage, a colour that it shares with equal ones; white if there is no other like it."""
+    repeated = [key for key, count in Counter(keys).items() if count > 1]
+    colour_of = dict(zip(repeated, cycle(_COLOURS), strict=False))
+    return [colour_of.get(key, "#FFFFFF") for key in keys]
 
 
 class Drawing(str):
@@ -147,56 +178,91 @@ class _Boxes:
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
-        numbers = range(run.first, run.first + run.length)[:: 1 if self.again is None else -1]
-        *boxes, last = (box for number in numbers for box in (self._box(number, run), self._boundary(number)))
+        numbers = list(range(run.first, run.first + run.length))
+        if self.again is not None:
+            numbers.reverse()
+        parts: list[RenderableType] = []
+        for number in numbers:
+            parts += [self._box(number, run), self._boundary(number)]
+        *boxes, boundary = parts
         if run.repeats == 1:
-            return Group(*(Padding(box, (0, 2)) for box in boxes), last)
+            return Group(*(Padding(box, (0, 2)) for box in boxes), boundary)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
-        return Group(frame, self._boundary(run.first if self.again else run.first + run.length * run.repeats - 1))
+        end = run.first if self.again else run.first + run.length * run.repeats - 1
+        return Group(frame, self._boundary(end))
 
     def _box(self, number: int, run: Run) -> Panel:
-        option, depth, labels = self.options[number], self.depths[number], self.labels[number]
-        names, last = self.chain.names, number + run.repeats - 1 if run.length == 1 else number
+        """One stage, or equal neighbours, with names, operators, notes, and what becomes of them."""
+        option = self.options[number]
+        labels = self.labels[number]
+        names = self.chain.names
+        last = number + run.repeats - 1 if run.length == 1 else number
         if self.again is None:
-            again = f"recomputed{'' if depth == 1 else f' {depth} deep'}, " if depth else ""
-            does = again + ("inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}")
+            treatment = self._treatment(number)
             notes = self._skips(number)
         else:
-            labels, does = labels[::-1], format_seconds(option.backward_seconds)
+            labels = labels[::-1]
+            treatment = format_seconds(option.backward_seconds)
             notes = self._backward(number, self.again.get(number))
+        border = ""
+        if option.inverts:
+            border = _INVERTED
+        elif self.depths[number]:
+            border = _SEGMENT
         return Panel(
             Group(*_lines(labels), *(Text(line, overflow="ellipsis", no_wrap=True) for line in notes)),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
-            subtitle=Text(does),
+            subtitle=Text(treatment),
             subtitle_align="right",
             style=f"#222222 on {self.colours[number]}",
-            border_style=_INVERTED if option.inverts else _SEGMENT if depth else "",
+            border_style=border,
         )
+
+    def _treatment(self, number: int) -> str:
+        """Words for what the forward does with a stage."""
+        option = self.options[number]
+        depth = self.depths[number]
+        treatment = "inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}"
+        if depth == 1:
+            return f"recomputed, {treatment}"
+        if depth:
+            return f"recomputed {depth} deep, {treatment}"
+        return treatment
 
     def _boundary(self, number: int) -> Text:
         """An arrow to the next stage, and what is handed on; all of it may be skips."""
-        size, is_last = self.chain.stages[number].output_bytes, number == len(self.chain) - 1
-        said = ("output " if is_last else "") + (format_bytes(size) if size or is_last else "")
+        size_bytes = self.chain.stages[number].output_bytes
+        label = ""
         if self.again is not None:
-            said = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
-        return Text(f"▼ {said}", _GREY, justify="center")
+            label = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
+        elif number == len(self.chain) - 1:
+            label = f"output {format_bytes(size_bytes)}"
+        elif size_bytes:
+            label = format_bytes(size_bytes)
+        return Text(f"▼ {label}", _GREY, justify="center")
 
     def _backward(self, number: int, segment: Segment | None) -> Iterator[str]:
+        """Notes on a backward; the segment runs again before it."""
         option = self.options[number]
         if segment is not None:
             yield f"runs again first: {from_to(self.chain.names[segment.first], self.chain.names[number], str)}"
-        yield f"{'rebuilds its input from' if option.inverts else 'reads'} {format_bytes(option.kept_bytes)}"
+        verb = "rebuilds its input from" if option.inverts else "reads"
+        yield f"{verb} {format_bytes(option.kept_bytes)}"
         if option.parameter_gradient_bytes:
             yield f"new parameter gradients {format_bytes(option.parameter_gradient_bytes)}"
 
     def _skips(self, number: int) -> Iterator[str]:
-        names, skips = self.chain.names, self.chain.skips
-        for skip in skips:
+        """Notes on the skips that a stage makes and reads."""
+        names = self.chain.names
+        makers = []
+        for skip in self.chain.skips:
             if skip.born == number:
-                yield f"skip of {format_bytes(skip.size_bytes)} to {', '.join(names[use] for use in skip.uses)}"
-        makers = [names[skip.born] for skip in skips if number in skip.uses and skip.born >= 0]
-        if makers:  # other skips are the caller's
+                readers = ", ".join(names[use] for use in skip.uses)
+                yield f"skip of {format_bytes(skip.size_bytes)} to {readers}"
+            if number in skip.uses and skip.born >= 0:  # other skips are the caller's
+                makers.append(names[skip.born])
+        if makers:
             yield f"skip from {', '.join(dict.fromkeys(makers))}"
 
 

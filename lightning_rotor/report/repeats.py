@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import fields
 from typing import NamedTuple
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, Option
 
 
 class Run(NamedTuple):
@@ -25,16 +25,12 @@ def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
             skips[use].append(skip.size_bytes)
         if skip.born >= 0:  # others are the caller's
             skips[skip.born].append((skip.size_bytes, *(use - skip.born for use in skip.uses)))
-    sizes = [
-        tuple(
-            getattr(option, each.name) for option in stage.options for each in fields(option) if "_bytes" in each.name
-        )
-        for stage in chain
-    ]
-    return [
-        (stage.output_bytes, stage.recomputable, detail, size, tuple(own))
-        for stage, detail, size, own in zip(chain, details, sizes, skips, strict=True)
-    ]
+    size_fields = [field.name for field in fields(Option) if "_bytes" in field.name]
+    keys: list[Hashable] = []
+    for stage, detail, own_skips in zip(chain, details, skips, strict=True):
+        sizes = tuple(getattr(option, field) for option in stage.options for field in size_fields)
+        keys.append((stage.output_bytes, stage.recomputable, detail, sizes, tuple(own_skips)))
+    return keys
 
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:

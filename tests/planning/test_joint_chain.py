@@ -220,3 +220,51 @@ def test_a_settled_call_saves_as_much_of_its_output_as_its_last_stage(saved_outp
     assert stage.keep.saved_output_bytes == saved_output_bytes
     assert stage.keep.parameter_gradient_bytes == 6
     assert stage.keep.saved_bytes == 10
+
+
+def test_by_default_nothing_lies_outside() -> None:
+    assert Outside() == Outside(0, 0, 0, 0)
+
+
+def test_the_users_code_takes_no_time_and_is_in_no_segment() -> None:
+    code = joined(["net"], [TWO]).stages[2]
+    assert code.discard_seconds == code.keep.forward_seconds == 0
+    assert code.keep.replay_seconds == code.keep.backward_seconds == 0
+    assert code.keep.saved_tensors == 1
+    assert not code.recomputable
+
+
+def test_the_users_code_holds_the_output_of_the_calls_last_stage() -> None:
+    chain = Chain((replace(STAGE, output_bytes=30), STAGE))
+    assert joined(["net"], [chain]).stages[2].keep.saved_input_bytes == 10
+
+
+def test_without_an_output_the_code_between_calls_takes_nothing_in_its_backward() -> None:
+    chain = Chain((replace(STAGE, output_bytes=0),))
+    assert joined(["a", "b"], [chain, chain]).stages[1].keep.backward_peak_bytes == 0
+
+
+def test_what_the_first_stage_pins_comes_on_top_of_what_is_there_before() -> None:
+    chain = Chain((replace(STAGE, pinned_bytes=6), replace(STAGE, pinned_bytes=1)))
+    assert joined(["net"], [chain], [Outside(forward_bytes=5)]).stages[0].pinned_bytes == 11
+
+
+def test_somebody_holds_the_input_of_every_call() -> None:
+    """So the first stage of the second call has the peak of a backward whose input is held."""
+    keep = replace(STAGE.keep, backward_held_peak_bytes=500)
+    chain = Chain((replace(STAGE, options=(keep,)),))
+    events = simulate(joined(["a", "b"], [chain, chain]), Schedule.keep_all(4)).events
+    peaks = {event.stage: event.peak_bytes for event in events if event.phase == "backward"}
+    assert peaks[2] > 500
+    assert peaks[0] > 500
+
+
+def test_a_settled_calls_backward_peaks_as_its_own_stages_do() -> None:
+    """Not as the user's code behind it, whose backward is larger here, and which stays a stage of its own."""
+    small = replace(STAGE.keep, unpack_peak_bytes=0, unpack_bytes=0, backward_held_peak_bytes=1, input_gradient_bytes=0)
+    chain = Chain((replace(STAGE, output_bytes=100, options=(small,)),))
+    stage = joined(["net"], [scheduled(chain, Schedule.keep_all(1))]).stages[0]
+    alone = simulate(joined(["net"], [chain]), Schedule.keep_all(2)).events
+    code, own = (event for event in alone if event.phase == "backward")
+    assert code.peak_bytes > own.peak_bytes
+    assert stage.keep.backward_peak_bytes == own.peak_bytes - (code.after_bytes - 100)

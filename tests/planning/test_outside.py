@@ -158,3 +158,20 @@ def _peaks(simulation: Simulation) -> tuple[int, int, int]:
     after = next(event.peak_bytes for event in simulation.events if event.phase == "forward" and event.stage == 2)
     backward = max(event.peak_bytes for event in simulation.events if event.phase != "forward" and event.stage < 2)
     return forward, after, backward
+
+
+def test_the_backward_of_a_call_includes_that_of_the_code_in_front_of_it() -> None:
+    """Its gradient of a hundred bytes is the highest level of the phase, though not of the call."""
+    first, second = Chain((replace(STAGE, output_bytes=100),)), Chain((STAGE,))
+    simulation = simulate(joined(["a", "b"], [first, second]), Schedule.keep_all(4))
+    peak_of = {event.stage: event.peak_bytes for event in simulation.events if event.phase == "backward"}
+    assert peak_of[1] > peak_of[2]
+    phases = [
+        StepPhase(Mark(PhaseKind.FORWARD, 0), 0, 0, 0),
+        StepPhase(Mark(PhaseKind.FORWARD, 1), 0, 0, 0),
+        StepPhase(Mark(PhaseKind.BACKWARD, 1), 0, peak_of[1] + 50, 0),
+        StepPhase(Mark(PhaseKind.BACKWARD, 0), 0, peak_of[0] + 20, 0),
+    ]
+    around = measured_outside(simulation, [1, 1], [0, 1], phases, lingering_bytes=0)
+    assert around is not None
+    assert [outside.backward_bytes for outside in around] == [20, 50]

@@ -1,0 +1,150 @@
+"""The plan that a command line asks for: build the model, measure or estimate it, and plan."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import sequentialize
+from lightning_rotor.errors import ProfilingError, SampleError
+from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
+from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
+from lightning_rotor.planning import Frontier, Plan
+from lightning_rotor.profiling import Profile, profile_chain
+from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
+from lightning_rotor.profiling.meters import measuring_progress
+from lightning_rotor.report.command_options import DEFAULT_GPU
+from lightning_rotor.report.named_models import model_maker, optimizers_for
+from lightning_rotor.units import parse_limit
+
+# For the CUDA context and libraries, and for what the allocator cannot use.
+_CONTEXT_BYTES = 2**30
+_HALF = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A plan with the model that it is for, as it is shown."""
+
+    case: _Case
+    profile: Profile
+    plan: Plan
+    frontier: Frontier | None
+    reserved_bytes: int  # what of the budget is not for the chain
+
+
+def answer_to(options: Namespace) -> Answer:
+    """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
+    case = _Case.of(options)
+    profile = case.profile(options.inputs)
+    plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
+    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
+    return Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
+
+
+def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
+    """Build the model, measure it with the inputs and half of each, and plan every batch size, or ``RotorError``."""
+    case = _Case.of(options)
+    sizes = {spec.shape[0] for spec in options.inputs if spec.shape}
+    if len(sizes) != 1 or max(sizes) < 2:
+        raise SampleError(
+            f"the inputs have first dimensions {sorted(sizes)}: "
+            "expected one number of samples, at least 2, in all of them"
+        )
+    (size,) = sizes
+    halves = [replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs]
+    chains = case.profile(halves).chain, case.profile(options.inputs).chain
+    return advice_from(
+        AffineCosts((size // 2, size), chains),
+        case.resident,
+        limit_bytes=case.budget_bytes,
+        batch_sizes=options.batch_sizes or None,
+        slots=options.slots,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Case:
+    """A model with what trains it.
+
+    ``floating`` is the model's type in the place of float32, ``mixed`` that of autocast.
+    """
+
+    options: Namespace
+    model: nn.Module
+    accelerator: Accelerator | None
+    budget_bytes: int
+    resident: ResidentMemory
+    floating: torch.dtype | None
+    mixed: torch.dtype | None
+
+    @classmethod
+    def of(cls, options: Namespace) -> _Case:
+        """Build the model and what trains it."""
+        kind = options.device.partition(":")[0]
+        if kind not in ("cpu", "cuda", "meta"):
+            raise ProfilingError(f"device {options.device!r} is unknown: expected cpu, cuda or meta")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ProfilingError(
+                "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
+            )
+        device = torch.device(options.device)
+        limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
+        half = _HALF.get(options.precision.partition("-")[0])
+        floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
+        model = _built(options, device, floating)
+        batch = [spec.make(device, floating=floating) for spec in options.inputs]
+        resident = ResidentMemory()
+        if not options.activations_only:
+            resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
+        if kind != "meta":
+            return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
+        given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
+        described = {name: value for name, value in given.items() if value is not None}
+        accelerator = replace(GPUS[options.gpu or DEFAULT_GPU], **described)
+        total = accelerator.memory_bytes
+        budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
+        return cls(options, model, accelerator, budget, resident, floating, mixed)
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """Bytes that training holds beside the chain and that count against the budget, by name."""
+        if self.options.activations_only:
+            return {}
+        held = self.resident
+        return {
+            "parameters": held.parameter_bytes,
+            "buffers": held.buffer_bytes,
+            "optimizer state": held.optimizer_bytes,
+            "gradients": held.outside_gradient_bytes + held.chain_gradient_bytes,
+            "batch": held.batch_bytes,
+        }
+
+    def profile(self, inputs: Sequence[InputSpec]) -> Profile:
+        """Costs for such inputs, measured or estimated."""
+        device = torch.device(self.options.device)
+        with measuring_progress(enabled=sys.stderr.isatty()) as progress:
+            if self.accelerator is not None:
+                model = _built(self.options, device, self.floating)  # each estimate makes its tensors its own
+                return estimate_profile(
+                    model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
+                )
+            args, kwargs = arguments(inputs, device, floating=self.floating)
+            with torch.autocast(device.type, dtype=self.mixed, enabled=self.mixed is not None):
+                cut = sequentialize(self.model, args, kwargs)
+                if isinstance(cut, GraphCut):
+                    require_same(self.model, cut, args, kwargs)
+                return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
+
+
+def _built(options: Namespace, device: torch.device, floating: torch.dtype | None) -> nn.Module:
+    make = model_maker(options.model, dict(options.model_arguments))
+    model = build_on_meta(make) if device.type == "meta" else make().train().to(device)
+    return model.to(floating) if floating is not None else model

@@ -1,0 +1,94 @@
+"""Models and optimizers by the names that a command line gives them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_rotor.errors import ModelError
+
+_EXPECTED = "expected a class or function that makes a module"
+
+
+def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+    """A function that makes a model, maker at ``package.module.name`` or ``file.py:name``, or ``ModelError``."""
+    maker = _named(path)
+    if not callable(maker):
+        raise ModelError(f"{path} is {type(maker).__name__}: {_EXPECTED}")
+
+    def make() -> nn.Module:
+        try:
+            model = maker(**arguments)
+        except TypeError as error:
+            remedy = "Expected its arguments as --model-arg name=value"
+            raise ModelError(f"{path} cannot be called: {error}. {remedy}") from error
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{path} makes {type(model).__name__}: expected a torch.nn.Module")
+        return model
+
+    return make
+
+
+def _named(path: str) -> Any:
+    """The object called ``package.module.name`` or ``file.py:name``."""
+    in_file = ".py:" in path
+    place, _, name = path.rpartition(":" if in_file else ".")
+    file = Path(place)
+    if in_file and not file.is_file():
+        raise ModelError(
+            f"there is no file {place!r}: expected file.py:name with the name of a class or function in it"
+        )
+    # The user's own modules are where the command is run, or beside the file.
+    sys.path.insert(0, str(file.resolve().parent if in_file else Path.cwd()))
+    if in_file:
+        sys.modules.pop(file.stem, None)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(file.stem if in_file else place)
+    except (ModuleNotFoundError, ValueError) as error:
+        package = str(getattr(error, "name", None) or path).partition(".")[0]
+        raise ModelError(
+            f"{place or path} cannot be imported: {error}. Try pip install {package} if that is a package. Expected "
+            "package.module.name, such as torchvision.models.resnet101, or file.py:name"
+        ) from error
+    if not hasattr(module, name):
+        raise ModelError(f"{place} has no {name!r}: {_EXPECTED}")
+    return getattr(module, name)
+
+
+def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
+    """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
+    name, _, given = text.partition(":")
+    base = torch.optim.Optimizer
+    kinds: dict[str, type[torch.optim.Optimizer]] = {}
+    for kind in vars(torch.optim).values():
+        if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
+            kinds[kind.__name__.lower()] = kind
+    if name.lower() not in (*kinds, "none"):
+        raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(kinds))}, or none")
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name.lower() == "none" or not learning:
+        return []
+    arguments: dict[str, Any] = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
+    try:
+        return [kinds[name.lower()](learning, **arguments)]
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """The name and value of ``name=value``, a Python literal or else a string; ``ModelError`` if it is none."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise ModelError(f"{text!r} is no assignment: expected name=value, such as num_classes=10")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
