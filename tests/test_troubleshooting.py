@@ -24,8 +24,8 @@ MAKERS = {
     *("_complaints", "_complaints_about_structure", "shortage_message"),
     *("taken_apart", "what_is_left_out"),
 }
-HANDED_ON = {"profile_chain", "warn"}
-SPEAKING = {"critical", "error", "warn", "warning"}
+HANDED_ON = {"profile_chain", "warn", "warn_once"}
+SPEAKING = {"critical", "error", "warn", "warn_once", "warning"}
 
 
 @cache

@@ -399,7 +399,10 @@ class StepLimit:
     def _go_beyond(self, error: BudgetError) -> None:
         if not self.beyond:
             raise error
-        self._loop.warn_once("beyond", f"training goes on beyond the limit, with the plan that takes least: {error}")
+        self._loop.warn_once(
+            f"training goes on beyond the limit, with the plan that takes least: {error}",
+            topic="limit",
+        )
 
     def note_shortage(self, failure: BaseException, plan: Plan, *, lowered: bool) -> None:
         """Warn of a step that ran out of memory, unless the error says it all; ``lowered``: plans to come take less."""

@@ -86,7 +86,7 @@ class TrainingLoop(Protocol):
         if self.is_lead:
             warnings.warn(message, RotorWarning, stacklevel=2)
 
-    def warn_once(self, topic: str, message: str) -> None:
+    def warn_once(self, message: str, *, topic: str) -> None:
         """Tell the user, unless this training has warned of the topic before."""
         if topic not in self.warned_of:
             self.warned_of.add(topic)

@@ -419,9 +419,9 @@ class StepPlanner(BudgetSource):
             case ProfilerBusy(error):
                 self._become(Event.PUT_OFF)
                 self.loop.warn_once(
-                    "profiler",
                     "RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler "
                     f"records: {error}",
+                    topic="profiler",
                 )
             case NothingFits(error):
                 self.limit.refuse(error, self._step)

@@ -294,13 +294,14 @@ class TargetSearch:
         if sum(share for _, share in left_out) < _NOTABLE:
             return None
         planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
-        message = f"plans {planned}; not planned, and kept as without a limit: {spelled_shares(left_out)}. "
+        refused = ""
         if self.refused:
             places = sorted(repr(name) if name else "the model itself" for name in self.refused)
-            message += f"{' and '.join(places)} could not be planned as a whole, the log says why. "
+            refused = f". {' and '.join(places)} could not be planned as a whole, the log says why"
         return (
-            message + "To have them planned, let nn.Modules do this work, and name them: "
-            'RotorCallback(module=["...", "..."])'
+            f"plans {planned}; not planned, and kept as without a limit: {spelled_shares(left_out)}. "
+            "To have them planned, let nn.Modules do this work, and name them: "
+            f'RotorCallback(module=["...", "..."]){refused}'
         )
 
     # ---------------------------------------------------------------- the compute of one module
