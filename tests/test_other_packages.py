@@ -251,3 +251,31 @@ def test_sizes_that_change_at_every_step_are_not_measured_each_where_calls_share
     assert_same_training(train(EdgeNetwork, rows, tmp_path, batch_size=64), planned)
     assert caplog.text.count("costs measured in") <= 3
     assert caplog.text.count("costs taken from those of other shapes") >= 6
+
+
+class Growing(L.LightningModule):
+    """Twice as many rows in each step, so that each size is measured, for two towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        left, right = ([layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())] for _ in range(2))
+        self.left, self.right = nn.Sequential(*left), nn.Sequential(*right)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        rows = rows[: 4 << batch_idx]
+        return (self.left(rows) - self.right(rows)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_steps_that_new_sizes_keep_from_being_measured_are_judged_by_what_was_predicted(tmp_path: Path) -> None:
+    rows = [torch.randn(512 * 8, 16)]
+    with pytest.raises(BudgetError, match="is predicted to take .* none was measured to its end") as caught:
+        train(Growing, rows, tmp_path, callback=RotorCallback("10KiB", show_table=False), batch_size=512)
+    assert caught.value.minimum_bytes > 10 * 1024
+    assert caught.value.stage
+    with pytest.warns(RotorWarning, match="has compared no step with mem_limit yet"):
+        planned = train(Growing, rows, tmp_path, callback=RotorCallback("1GiB", show_table=False), batch_size=512)
+    assert_same_training(train(Growing, rows, tmp_path, batch_size=512), planned)

@@ -351,6 +351,19 @@ class StepLimit:
         )
         self._go_beyond(self._or_final(error))
 
+    def exceeded_by_prediction(self, predicted_bytes: int, stage: str) -> None:
+        """Steps that cannot be measured are to take more: go beyond the limit, or end training."""
+        error = limit_error(
+            self.size_bytes,
+            int(predicted_bytes * _SEVERAL),
+            needs=f"a step is predicted to take {format_bytes(predicted_bytes)} under the plan that takes least, and "
+            f"none was measured to its end, as each has brought sizes that had to be measured (set by {stage!r})",
+            stage=stage,
+            remedy="raise mem_limit, lower the batch size, or pad to a few sizes",
+            error=self._last_budget.error,
+        )
+        self._go_beyond(error)
+
     def exceeded_without_a_plan(self, peak_bytes: int) -> None:
         """A measured step in which nothing is planned has taken more: go beyond the limit, or end training."""
         error = limit_error(

@@ -51,9 +51,9 @@ from lightning_rotor.planning.outside import foresight
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
-from lightning_rotor.units import MemoryLimit
+from lightning_rotor.units import MemoryLimit, format_bytes
 
-# Where sizes change at every step, there is always another plan, and it may never be one that fits.
+# Where sizes change at every step, there is always another plan, and it may never be one that fits, or is watched.
 _MOST_IN_A_ROW = 4
 
 
@@ -97,8 +97,9 @@ class StepPlanner(BudgetSource):
         # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
         self._awaits_optimizer = False
-        # Measured steps beyond the limit, of calls that share it.
+        # Measured steps beyond the limit, of calls that share it; and steps that new sizes have kept from being measured.
         self._excesses_in_a_row = 0
+        self._interrupted_in_a_row = 0
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
         try:
@@ -217,6 +218,7 @@ class StepPlanner(BudgetSource):
         """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
         step.is_over = True
         was_exact = self.watch.is_exact
+        was_interrupted = self.watch.was_interrupted
         is_measured = self.watch.stop()
         if is_measured and was_exact and not self.watch.is_exact:
             # The next step is, if anything can be. Twice in a row, the upper bound has to do.
@@ -239,6 +241,24 @@ class StepPlanner(BudgetSource):
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         self.limit.check_final(step, phases)
+        self._interrupted_in_a_row = self._interrupted_in_a_row + 1 if was_interrupted else 0
+        if self._interrupted_in_a_row >= _MOST_IN_A_ROW:
+            self._judge_by_prediction()
+
+    def _judge_by_prediction(self) -> None:
+        """Where sizes that must be measured come in every step, none is watched to its end: predicted peaks have to do."""
+        assert self.plan is not None
+        predicted_bytes = self.limit.reserved_bytes + self.plan.peak_bytes
+        if predicted_bytes > self.limit.size_bytes:
+            stage = self.plan.chain.names[self.plan.simulation.peak_stage]
+            self.limit.exceeded_by_prediction(predicted_bytes, stage)
+            return
+        self.loop.warn_once(
+            "RotorCallback has compared no step with mem_limit yet, since each has brought sizes that had to be "
+            f"measured: expected sizes to return. Predicted peaks are within the limit, the last one is "
+            f"{format_bytes(predicted_bytes)}. Pad to a few sizes to have steps measured",
+            topic="sizes",
+        )
 
     def _close_choice(self, step: Step) -> None:
         """The first step has shown which modules it calls."""

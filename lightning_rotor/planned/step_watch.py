@@ -59,6 +59,11 @@ class StepWatch:
         """True while a step is being measured."""
         return self._meter is not None
 
+    @property
+    def was_interrupted(self) -> bool:
+        """True if the running step was measured until a new input shape took the profiler."""
+        return self._was_interrupted
+
     def renew(self) -> None:
         """Measure the steps that follow, as there is a new plan."""
         self._steps_left = _STEPS
