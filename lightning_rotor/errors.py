@@ -94,6 +94,10 @@ class MessageError(RotorError, RuntimeError):
     """Processes that exchange messages in a planned module do not run the same, so they cannot agree on a plan."""
 
 
+class PipelineError(RotorError, ValueError):
+    """A pipeline cannot be built as asked: too many stages, no such schedule, a balance that does not add up."""
+
+
 class InverseError(RotorError, RuntimeError):
     """A module's inverse is missing or does not undo its forward, or the module cannot go without its input otherwise.
 

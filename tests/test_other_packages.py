@@ -272,7 +272,7 @@ class Growing(L.LightningModule):
 
 def test_steps_that_new_sizes_keep_from_being_measured_are_judged_by_what_was_predicted(tmp_path: Path) -> None:
     rows = [torch.randn(512 * 8, 16)]
-    with pytest.raises(BudgetError, match="is predicted to take .* none was measured to its end") as caught:
+    with pytest.raises(BudgetError, match=r"is predicted to take .* none was measured to its end") as caught:
         train(Growing, rows, tmp_path, callback=RotorCallback("10KiB", show_table=False), batch_size=512)
     assert caught.value.minimum_bytes > 10 * 1024
     assert caught.value.stage

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.pipeline_models import ROWS, Counting, Tail, build, model_of, ten_steps
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline.pipelined import Pipeline, cut_for_rows, pipelined
 from lightning_rotor.pipeline.placement import PipelineProcesses
 from lightning_rotor.pipeline.step import PipelineOptions

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError, orders
+from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.pipeline_schedule import orders
 from lightning_rotor.pipeline.pipeline_simulator import (
     DeviceMemory,
     MicroBatchLoad,

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.pipeline_models import Tail, Up
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline import pipelined
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.strategies import RotorPipelineStrategy
 

@@ -57,11 +57,12 @@ def replaceable(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
     tensors = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     for optimizer in optimizers:
         tensors += tensors_in(list(optimizer.state.values()))
-    return [
-        tensor
-        for tensor in tensors
-        if tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
-    ]
+    return [tensor for tensor in tensors if all(map(_has_storage_alone, plain_parts(tensor)))]
+
+
+def _has_storage_alone(part: torch.Tensor) -> bool:
+    """True if a dense tensor is all that its storage holds, so that this goes with it."""
+    return part.nbytes == part.untyped_storage().nbytes()
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.search import even_balance
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import Stage

@@ -14,7 +14,7 @@ devices and four micro-batches, ``.`` is a device that waits::
     interleaved   device d has stages d, d + D, d + 2D, ...: a micro-batch travels round the devices as often;
                   devices start working earlier, but hold more micro-batches and send more
 
-:mod:`torch.distributed.pipelining` runs these lists; :mod:`.simulator` says what an action waits for.
+:mod:`torch.distributed.pipelining` runs these lists; :mod:`.pipeline_simulator` says what an action waits for.
 
 Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream", SOSP 2019 (1F1B), and "Efficient
 large-scale language model training on GPU clusters", arXiv:2104.04473 (interleaved).
@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.errors import RotorError
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.units import is_positive_integer
 
 PipelineScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
@@ -35,10 +35,6 @@ WORKS: tuple[Work, ...] = get_args(Work)
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 SCHEDULES: tuple[PipelineScheduleName, ...] = get_args(PipelineScheduleName)
-
-
-class PipelineError(RotorError, ValueError):
-    """A pipeline cannot be built as asked: too many stages, no such schedule, a balance that does not add up."""
 
 
 class Action(NamedTuple):

@@ -29,7 +29,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from lightning_rotor.pipeline.pipeline_schedule import WORKS, Action, Integers, PipelineError, actions
+from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.pipeline_schedule import WORKS, Action, Integers, actions
 
 Reals: TypeAlias = npt.NDArray[np.float64]
 

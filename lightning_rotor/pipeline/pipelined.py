@@ -19,14 +19,13 @@ from torch import nn
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.sequentialize import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import ModelError, RotorError, SampleError
+from lightning_rotor.errors import ModelError, PipelineError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.memory.budget import resolve_limit
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.pipeline.partition.solve import counted_in_stages
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,
     Placement,

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_rotor.errors import RotorError
+from lightning_rotor.errors import PipelineError, RotorError
 from lightning_rotor.memory.held import storage_bytes
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.stages.generators import GeneratorStates

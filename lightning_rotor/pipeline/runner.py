@@ -37,6 +37,7 @@ from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.passes import run_stage
@@ -45,7 +46,7 @@ from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import BatchStatistics, Call, mixed, with_seeds
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError, PipelineScheduleName
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.placement import PipelineProcesses, first, share
 from lightning_rotor.private.values import TreeSpec, tree_flatten, tree_unflatten
 from lightning_rotor.stages.generators import seeded

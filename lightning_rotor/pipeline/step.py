@@ -19,11 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, join, mixed, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.placement import Placement, first, outside
 from lightning_rotor.pipeline.runner import PipelineRunner, run_backward
 from lightning_rotor.planned.attachment import attach, detach, inactive

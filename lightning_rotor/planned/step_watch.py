@@ -12,6 +12,7 @@ from lightning_rotor.memory.held import replaceable
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.private.torch_names import backward_number
+from lightning_rotor.private.values import sizes_by_address
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import Recording
 
@@ -122,7 +123,8 @@ class StepWatch:
         """Begin a phase of the step, if it is measured."""
         if self._meter is not None:
             self._marks.append(Mark(kind, call, optimizer))
-            self._gone.append(self._held_bytes.keys() - set(self._held.values()))
+            alive = {address for addresses in self._held.values() for address in addresses}
+            self._gone.append(self._held_bytes.keys() - alive)
             self._meter.lap(kind.value)
 
     def stop(self) -> bool:
@@ -170,6 +172,6 @@ class StepWatch:
         self._held.clear()
         self._held_bytes = {}
         for tensor in tensors:
-            address = tensor.untyped_storage().data_ptr()
-            self._held[tensor] = address
-            self._held_bytes[address] = tensor.nbytes
+            sizes = sizes_by_address([tensor])
+            self._held[tensor] = tuple(sizes)
+            self._held_bytes |= sizes

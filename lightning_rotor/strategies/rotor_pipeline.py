@@ -24,6 +24,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.execution.settings import Settings
@@ -31,7 +32,7 @@ from lightning_rotor.invertible.layers import accumulate
 from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError, PipelineScheduleName, check_numbers
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, check_numbers
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import (
     PipelineProcesses,

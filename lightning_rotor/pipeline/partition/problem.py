@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain
 from lightning_rotor.pipeline.pipeline_schedule import (
     Integers,
-    PipelineError,
     PipelineScheduleName,
     check_numbers,
     lingering,

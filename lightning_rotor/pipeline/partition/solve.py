@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
 from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
 from lightning_rotor.pipeline.partition.search import (
@@ -23,7 +24,6 @@ from lightning_rotor.pipeline.partition.search import (
     least_bottleneck,
     runs_of,
 )
-from lightning_rotor.pipeline.pipeline_schedule import PipelineError
 from lightning_rotor.pipeline.pipeline_simulator import PipelineSimulation, simulate_pipeline
 from lightning_rotor.shown import cell, rendered
 from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer
