@@ -23,7 +23,7 @@ from lightning_rotor.private import torch_names as private
 PACKAGE = str(Path(lightning_rotor.__file__).parent)
 # What changes something that is not the package's own, and undoes it.
 CHANGING = {
-    *("_shown_modules", "listening", "paused", "_in_place", "noticed_checkpoints", "undisturbed", "kept_attributes"),
+    *("shown_calls", "listening", "paused", "_in_place", "noticed_checkpoints", "undisturbed", "kept_attributes"),
     *(
         "lent_buffers",
         "repeating",
@@ -100,7 +100,7 @@ def test_an_interrupt_at_each_line_that_changes_something_leaves_all_as_it_was()
     net, x = first_call()
     traced(lambda: net(x), lambda filename, number, name: lines.setdefault((filename, number), name) and None)
     assert len(lines) > 60
-    assert {"_shown_modules", "noticed_checkpoints", "standing_in", "attach"} <= set(lines.values())
+    assert {"shown_calls", "noticed_checkpoints", "standing_in", "attach"} <= set(lines.values())
     wrong = []
     for line, name in lines.items():
         net, x = first_call()

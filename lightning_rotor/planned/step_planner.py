@@ -97,7 +97,7 @@ class StepPlanner(BudgetSource):
         # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
         self._awaits_optimizer = False
-        # Measured steps beyond the limit, of calls that share it; and steps that new sizes have kept from being measured.
+        # Measured steps beyond the limit, of calls that share it; and steps that new sizes kept from being measured.
         self._excesses_in_a_row = 0
         self._interrupted_in_a_row = 0
         # Hooks of optimizers in a measured step, by the optimizers' identity.
@@ -246,7 +246,7 @@ class StepPlanner(BudgetSource):
             self._judge_by_prediction()
 
     def _judge_by_prediction(self) -> None:
-        """Where sizes that must be measured come in every step, none is watched to its end: predicted peaks have to do."""
+        """Judge by predicted peaks where sizes that must be measured come in every step, so that none is watched."""
         assert self.plan is not None
         predicted_bytes = self.limit.reserved_bytes + self.plan.peak_bytes
         if predicted_bytes > self.limit.size_bytes:

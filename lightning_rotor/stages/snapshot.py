@@ -404,7 +404,12 @@ def _data_in(kind: type, _: int) -> list[str]:
     if not is_users_class(kind):
         return []
     attributes = vars(kind).items()
-    return [name for name, value in attributes if issubclass(type(value), _DATA) and not name.startswith("__")]
+    return [name for name, value in attributes if _is_data(type(value)) and not name.startswith("__")]
+
+
+def _is_data(kind: type) -> bool:
+    """True of values that a class holds as its data: plain ones, and objects of the user's but for descriptors."""
+    return issubclass(kind, _DATA) or (is_users_class(kind) and not hasattr(kind, "__get__"))
 
 
 _Look: TypeAlias = Callable[[Snapshot, Any], None]
