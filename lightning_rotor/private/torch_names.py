@@ -186,6 +186,8 @@ _DRAW_NOTHING = tuple(
         "execnet/",  # pytest-xdist's channel
         "tqdm/",  # the monitor of progress bars
         "multiprocessing/queues.py",  # hands on what was put into a queue: DataLoader has one for each worker
+        "multiprocessing/resource_sharer.py",  # hands out file descriptors, once a tensor was sent to another process
+        "concurrent/futures/process.py",  # hands on what a pool of processes is to do
         "torch/utils/data/_utils/pin_memory.py",
         "tensorboard/summary/writer/event_file_writer.py",
         "torch/_inductor/",  # waits for what other processes compile
