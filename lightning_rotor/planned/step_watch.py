@@ -9,6 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.memory.held import replaceable
+from lightning_rotor.planned.agreement import is_spread
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.private.torch_names import backward_number
@@ -104,8 +105,11 @@ class StepWatch:
             return False  # the old ones, never measured, would not show as freed
         meter = StepMeter(loop.device())
         self._note_held(replaceable(loop.model, loop.optimizers()) if on_cpu else [])
+        # FSDP gives parameters back that it has gathered, which are views of memory that nobody shows. So there, whatever
+        # the allocator reports counts.
+        older = None if is_spread(loop.model) else self._held_bytes
         try:
-            meter.start(older=self._held_bytes)
+            meter.start(older)
         except ProfilingError as error:
             if is_due:
                 self.give_up()

@@ -282,11 +282,12 @@ class _CpuRecording(Recording):
                 own[block.ptr] = size_bytes
             elif not self._of_step:  # older blocks may be garbage cycles
                 size_bytes = -own.pop(block.ptr, 0)
-            elif self.older is not None:
-                is_own = block.ptr in own
-                size_bytes = -own.pop(block.ptr, self.older.get(block.ptr, 0))
-                if not is_own:
+            else:
+                if block.ptr not in own:
                     self.given_back.add(block.ptr)
+                older_bytes = own.pop(block.ptr, None)
+                if self.older is not None:
+                    size_bytes = -(self.older.get(block.ptr, 0) if older_bytes is None else older_bytes)
             self.count(size_bytes)
             self.timeline.append(((event.start_time_ns - events[0][0].start_time_ns) / 1e9, self.end_bytes))
         super().mark("")
