@@ -105,8 +105,8 @@ class StepWatch:
             return False  # the old ones, never measured, would not show as freed
         meter = StepMeter(loop.device())
         self._note_held(replaceable(loop.model, loop.optimizers()) if on_cpu else [])
-        # FSDP gives parameters back that it has gathered, which are views of memory that nobody shows. So there, whatever
-        # the allocator reports counts.
+        # FSDP gives parameters back that it has gathered, which are views of memory that nobody shows. So there,
+        # whatever the allocator reports counts.
         older = None if is_spread(loop.model) else self._held_bytes
         try:
             meter.start(older)
