@@ -13,7 +13,7 @@ from lightning_rotor.planned.agreement import is_spread
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.private.torch_names import backward_number
-from lightning_rotor.private.values import sizes_by_address
+from lightning_rotor.private.values import plain_parts, sizes_by_address
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import Recording
 
@@ -176,6 +176,6 @@ class StepWatch:
         self._held.clear()
         self._held_bytes = {}
         for tensor in tensors:
-            sizes = sizes_by_address([tensor])
+            sizes = sizes_by_address(plain_parts(tensor))
             self._held[tensor] = tuple(sizes)
             self._held_bytes |= sizes
