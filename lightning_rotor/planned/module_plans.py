@@ -188,8 +188,9 @@ class ModulePlans:
         if signature is not None and entry is not None:
             self.cache.put(signature, costs_of(entry))
         if ranks.any(entry is None):
+            # Measured anew by all, also where this process knows the costs.
             self._records.clear()
-            self.cache.keep_only(lambda other: other == signature)
+            self.cache.keep_only(lambda other: other != signature)
             if ranks.any(signature is None):
                 self._cuts.forget_those_for(args, kwargs)
 
