@@ -36,8 +36,8 @@ def deep() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 64))))
 
 
-class Lamb(torch.optim.Optimizer):
-    """As users write them: everything out of place, several lists at a time."""
+class UsersOptimizer(torch.optim.Optimizer):
+    """As users write them: a closure, and then each group."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -46,41 +46,42 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            learning = [each for each in group["params"] if each.grad is not None]
-            for each in learning:
-                if not self.state[each]:
-                    self.state[each].update(first=torch.zeros_like(each), second=torch.zeros_like(each))
-            firsts = [0.9 * self.state[each]["first"] + 0.1 * each.grad for each in learning]
-            seconds = [0.99 * self.state[each]["second"] + 0.01 * each.grad**2 for each in learning]
-            updates = [one / (two.sqrt() + 1e-6) for one, two in zip(firsts, seconds, strict=True)]
-            for each, first, second, update in zip(learning, firsts, seconds, updates, strict=True):
-                self.state[each].update(first=first, second=second)
-                each.sub_(update * group["lr"] * (each.norm() / (update.norm() + 1e-6)))
+            self.update([each for each in group["params"] if each.grad is not None], group["lr"])
         return loss
 
+    def update(self, learning: list[torch.Tensor], lr: float) -> None:
+        raise NotImplementedError
 
-class Quantized(torch.optim.Optimizer):
+
+class Lamb(UsersOptimizer):
+    """Everything out of place, several lists at a time."""
+
+    def update(self, learning: list[torch.Tensor], lr: float) -> None:
+        for each in learning:
+            if not self.state[each]:
+                self.state[each].update(first=torch.zeros_like(each), second=torch.zeros_like(each))
+        firsts = [0.9 * self.state[each]["first"] + 0.1 * each.grad for each in learning]
+        seconds = [0.99 * self.state[each]["second"] + 0.01 * each.grad**2 for each in learning]
+        updates = [one / (two.sqrt() + 1e-6) for one, two in zip(firsts, seconds, strict=True)]
+        for each, first, second, update in zip(learning, firsts, seconds, updates, strict=True):
+            self.state[each].update(first=first, second=second)
+            each.sub_(update * lr * (each.norm() / (update.norm() + 1e-6)))
+
+
+class Quantized(UsersOptimizer):
     """Keeps its moments in 8 bits, asks for values, and unpacks all of them at once."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            learning = [each for each in group["params"] if each.grad is not None]
-            moments = []
-            for each in learning:
-                state = self.state[each]
-                old = 0.9 * state["moment"].float() * state["scale"] if state else torch.zeros_like(each)
-                moments.append(old + each.grad)
-            for each, moment in zip(learning, moments, strict=True):
-                scale = float(moment.abs().max()) / 127 + 1e-12
-                assert moment.numpy() is not None  # no dry run can say this
-                self.state[each].update(moment=(moment / scale).to(torch.int8), scale=scale)
-                each.sub_(group["lr"] * moment)
-        return loss
+    def update(self, learning: list[torch.Tensor], lr: float) -> None:
+        moments = []
+        for each in learning:
+            state = self.state[each]
+            old = 0.9 * state["moment"].float() * state["scale"] if state else torch.zeros_like(each)
+            moments.append(old + each.grad)
+        for each, moment in zip(learning, moments, strict=True):
+            scale = float(moment.abs().max()) / 127 + 1e-12
+            assert moment.numpy() is not None  # no dry run can say this
+            self.state[each].update(moment=(moment / scale).to(torch.int8), scale=scale)
+            each.sub_(lr * moment)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -27,7 +27,7 @@ NO_CHECKPOINTS = (
 """Why a model that recomputes by itself cannot be planned, and the remedy."""
 _NO_POINT = "there is no point between its operations where little is alive"
 WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph"}
-"""How messages spell the ways to a chain."""
+"""The ways to a chain, as messages spell them."""
 
 
 class SequentialCut:

@@ -1,4 +1,4 @@
-"""What processes agree on whose planned module exchanges messages, which is seen and not guessed.
+"""Agreement of processes whose planned module exchanges messages, which are seen and not guessed.
 
 Each process measures and plans for itself until a message is seen in the module's code. Its first runs are the same on
 all processes, whatever their clocks say. So all see the first message in the same run, and agree from there on::

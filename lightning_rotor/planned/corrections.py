@@ -1,4 +1,4 @@
-"""What measured steps have taught about each chain: how much more, or less, its plans may use than was predicted."""
+"""Lessons of measured steps about each chain: how much more, or less, its plans may use than was predicted."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ A limit is broken in one of four ways, each found as early as it can be known::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -431,16 +431,6 @@ class StepLimit:
         predicted_bytes = self.size_bytes - plan.budget_bytes + plan.peak_bytes
         message = shortage_message(failure, reason, limit_bytes=self.size_bytes, predicted_bytes=predicted_bytes)
         self._loop.warn(f"RotorCallback: {message}")
-
-    # ---------------------------------------------------------------- from one training to the next
-
-    def to_plain(self) -> dict[str, list[int]]:
-        """The corrections that measured steps have taught, in plain types."""
-        return self.corrections.to_plain()
-
-    def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
-        """Take over the corrections of an earlier training."""
-        self.corrections.recall(corrections)
 
 
 def _optimizer_remedy(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> str:

@@ -500,7 +500,7 @@ class StepPlanner(BudgetSource):
         """Keep what was measured and planned so far: the first module and, as ``others``, further ones."""
         modules = [module.to_plain() for module in self.modules]
         if self.plan is not None and modules:
-            saved = {**modules[0], "corrections": self.limit.to_plain(), "others": modules[1:]}
+            saved = {**modules[0], "corrections": self.limit.corrections.to_plain(), "others": modules[1:]}
             self.saved = {**saved, SEAL: seal_of(saved)}
 
     def load(self, saved: Mapping[str, Any] | None) -> bool:
@@ -525,7 +525,7 @@ class StepPlanner(BudgetSource):
             entry = entries[module.name]
             module.plans.recall(entry["records"])
             module.plans.ceiling.size_bytes = entry["ceiling_bytes"]
-        self.limit.recall(saved["corrections"])
+        self.limit.corrections.recall(saved["corrections"])
         return True
 
 

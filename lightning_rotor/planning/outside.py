@@ -1,4 +1,4 @@
-"""What a measured step has taken around its calls, told from its phases and from a simulation of the calls alone.
+"""Bytes that a measured step has taken around its calls, by its phases and by a simulation of the calls alone.
 
 The simulation knows what the calls' chains take at each moment. What the meter saw beyond that is the user's code, what
 it holds, and whatever the chains do not show::

@@ -95,11 +95,11 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
 pack_sequences: Callable[..., Any] = torch._VF._pack_padded_sequence
 """What ``torch.nn.utils.rnn.pack_padded_sequence`` calls: its results have sizes that depend on values."""
 pad_sequences: Callable[..., Any] = torch._VF._pad_packed_sequence
-"""What ``torch.nn.utils.rnn.pad_packed_sequence`` calls."""
+"""The operator behind ``torch.nn.utils.rnn.pad_packed_sequence``."""
 istft_in_parts: Callable[..., Any] = torch._refs.istft
 """``torch.istft`` as operations of Python, since its own code looks into memory. No public name has them."""
 RECURRENT: tuple[Callable[..., Any], ...] = (*(torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu),)
-"""What torch's recurrent layers call. The third argument of packed sequences is the state, of others the weights."""
+"""The operators of torch's recurrent layers. The third argument of packed sequences is the state, else the weights."""
 
 # -------------------------------------------------------------------- a running backward
 

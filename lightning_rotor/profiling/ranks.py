@@ -1,4 +1,4 @@
-"""What code that runs again, for cutting and measuring, asks of other processes that run it at the same time."""
+"""Questions of code that runs again, for cutting and measuring, to other processes that run it at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other threads draw from the same random generators: a loader that prefetches. Setting one back would repeat them.
+"""Threads that draw from the same random generators: a loader that prefetches. Setting one back would repeat draws.
 
 ::
 

@@ -435,7 +435,7 @@ _OTHERS: tuple[tuple[Any, _Look | None], ...] = (
 )
 _LOOKS_AT_OBJECTS = tuple(look for base, look in _OTHERS if base is not GENERATORS)
 _LOOKS: dict[type, _Look | None] = dict.fromkeys(PLAIN)
-"""How to look at values of each type, as far as it was asked. Nearly all values are of a type in here."""
+"""The look at values of each type, as far as it was asked. Nearly all values are of a type in here."""
 _LOOKS.update({list: Snapshot._list, dict: Snapshot._dict, tuple: Snapshot._tuple})
 _LIBRARIES_OF_DATA = ("types", "collections", "weakref", "__main__")
 """Modules of Python whose objects are followed like the user's."""
