@@ -396,11 +396,3 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
             stacklevel=2,
         )
     return size_bytes
-
-
-def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS take the workspaces that it keeps for each thread: the forward's, and autograd's for a GPU."""
-    if device.type == "cuda":
-        with torch.enable_grad():
-            matrix = torch.ones(8, 8, device=device, requires_grad=True)
-            torch.autograd.grad((matrix @ matrix).sum(), matrix)

@@ -65,6 +65,7 @@ from lightning_rotor.profiling.stage import (
     StageProfiler,
     layouts_from,
 )
+from lightning_rotor.profiling.workspaces import take_workspaces
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.inverses import is_invertible
@@ -218,6 +219,8 @@ def profile_chain(
     with undisturbed(device) as generators, without_hooks_of_several(parameters), _only(drawn, generators):
         meter, compiled = meter or meter_for(device), compiled or CompiledModules()
         how = {"repeats": repeats, "ranks": ranks, "accumulating": accumulating}
+        if meter.needs_warm_up:
+            take_workspaces(device)
         with ranks.alike([stage.name for stage in stages]):
             measuring = _Measuring(stages, sample, meter, compiled, drawn, **how)
         with ranks.alike([stage.name for stage in measuring.stages]):
