@@ -31,7 +31,9 @@ class _InBothThreads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient + _products(ctx.matrix)
+        # A kernel first: cuBLAS warns if the thread that calls it has used the device for nothing yet.
+        given = gradient.clone()
+        return given + _products(ctx.matrix)
 
 
 def take_workspaces(device: torch.device) -> None:
