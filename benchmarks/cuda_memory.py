@@ -152,6 +152,7 @@ def _rows(name: str, autocast: bool, times: int) -> Iterator[str]:
     expected, _ = step(net, net, batch, autocast)
     for share in SHARES:
         limit = int(least + share * (most - least))
+        net.zero_grad()  # else the gradients of the step before count as there, for as long as a loop may keep them
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             plan = planned.compute_sequence(limit)
         received, peak = step(net, planned, batch, autocast)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -323,22 +323,40 @@ class _CudaRecording(Recording):
         await_autograd(self._device)
         if torch.distributed.is_initialized() and not self._of_step:
             level = None
-            while level != (level := torch.cuda.memory_allocated(self._device)):  # other threads free what they sent
+            while level != (level := self._read().allocated_bytes):  # other threads free what they sent
                 time.sleep(1e-3)
-        self._base = torch.cuda.memory_allocated(self._device)
+        self._base = self._read().allocated_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        peak = torch.cuda.max_memory_allocated(self._device) - self._base
-        self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-        self.end_bytes = torch.cuda.memory_allocated(self._device) - self._base
+        levels = self._read()
+        peak = levels.peak_bytes - self._base
+        self.reserved_bytes = levels.peak_reserved_bytes
+        self.end_bytes = levels.allocated_bytes - self._base
         seen = not self._of_step or peak > self._highest
         self._highest = max(self._highest, peak)
         self._peak = max(self._start, self.end_bytes, peak if seen else self.end_bytes)
         super().mark(label)
         if not self._of_step:
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _read(self) -> _Levels:
+        # ``torch.cuda.memory_allocated`` and its like flatten and sort 160 figures for each answer: 0.1 to 0.5 ms beside
+        # an H200, and a watched step of a ResNet-18 asked 75 times.
+        statistics = torch.cuda.memory_stats_as_nested_dict(self._device)
+        if not statistics:  # nothing has used the device yet
+            return _Levels(0, 0, 0)
+        allocated, reserved = statistics["allocated_bytes"]["all"], statistics["reserved_bytes"]["all"]
+        return _Levels(allocated["current"], allocated["peak"], reserved["peak"])
+
+
+class _Levels(NamedTuple):
+    """Bytes of a device, and the most of them since the last reset."""
+
+    allocated_bytes: int
+    peak_bytes: int
+    peak_reserved_bytes: int
 
 
 def await_autograd(device: torch.device) -> None:
