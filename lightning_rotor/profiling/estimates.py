@@ -33,7 +33,7 @@ from lightning_rotor.private.torch_names import (
 )
 from lightning_rotor.private.values import tree_leaves
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.chain import Progress
+from lightning_rotor.profiling.chain_profiler import Progress
 from lightning_rotor.profiling.dry_run import unlogged
 from lightning_rotor.profiling.meters import Meter, Recording
 from lightning_rotor.units import BLOCK_BYTES, in_blocks

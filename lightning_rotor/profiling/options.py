@@ -29,9 +29,9 @@ from lightning_rotor.execution.passes import repeating, run_stage
 from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.execution.stopwatch import typical
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
+from lightning_rotor.profiling.complaints import WORTH_MENTIONING_BYTES
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions, Meter, meter_for
 from lightning_rotor.profiling.stage import (
-    WORTH_MENTIONING_BYTES,
     StageBackward,
     StageMeasurement,
     StageProfiler,

@@ -182,8 +182,6 @@ def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
 # ------------------------------------------------------------------------- Running a stage while a meter looks on.
 
 
-WORTH_MENTIONING_BYTES = 1024
-"""More than the 8 bytes for a Python number (x * 2) that stays with the graph."""
 # Smaller shares of a backward's peak are not measured again with existing gradients, to save time.
 _NEGLIGIBLE = 1 / 256
 
