@@ -40,6 +40,7 @@ from lightning_rotor.private.torch_names import without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.chain_profile import Profile
 from lightning_rotor.profiling.complaints import stage_complaints, structure_complaints
+from lightning_rotor.profiling.gradient_layouts import Layout, Layouts, layouts_from
 from lightning_rotor.profiling.meters import Meter, meter_for, require_free
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
@@ -54,8 +55,9 @@ from lightning_rotor.profiling.options import (
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.profiling.scan import Behaviour, Boundary, Scan, merged, scan, walk
 from lightning_rotor.profiling.shared_parameters import added_gradient_bytes, shared_later, waiting_gradient_bytes
-from lightning_rotor.profiling.stage import Layout, Layouts, StageEnds, StageMeasurement, StageProfiler, layouts_from
+from lightning_rotor.profiling.stage_ends import StageEnds
 from lightning_rotor.profiling.stage_identity import stage_identity
+from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.unit_costs import cost_with_units
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates

@@ -30,13 +30,9 @@ from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.execution.stopwatch import typical
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.complaints import WORTH_MENTIONING_BYTES
+from lightning_rotor.profiling.gradient_layouts import memories_elsewhere
 from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions, Meter, meter_for
-from lightning_rotor.profiling.stage import (
-    StageBackward,
-    StageMeasurement,
-    StageProfiler,
-    memories_elsewhere,
-)
+from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.generators import GeneratorStates
 
@@ -127,7 +123,7 @@ def _timed_run(profiler: StageProfiler) -> tuple[float, float]:
     start = profiler.meter.now()
     output = profiler.run(value)
     forward = profiler.meter.seconds_between(start, profiler.meter.now())
-    run = StageBackward(profiler, value, output, memories_elsewhere(profiler.layouts))
+    run = profiler.backward_of(value, output, memories_elsewhere(profiler.layouts))
     del value, output
     profiler.interlude()
     run.gradients()

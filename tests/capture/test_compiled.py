@@ -31,7 +31,7 @@ from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.profiling import Profile, options, profile_chain
 from lightning_rotor.profiling.options import StageSeconds
-from lightning_rotor.profiling.stage import StageProfiler
+from lightning_rotor.profiling.stage_profiler import StageProfiler
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import simulate
 from tests.models import Case, assert_same_bits, training_step
