@@ -40,8 +40,9 @@ from lightning_rotor.private.torch_names import without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.profiling.chain_profile import Profile
 from lightning_rotor.profiling.complaints import stage_complaints, structure_complaints
+from lightning_rotor.profiling.cpu_recording import require_free
 from lightning_rotor.profiling.gradient_layouts import Layout, Layouts, layouts_from
-from lightning_rotor.profiling.meters import Meter, meter_for, require_free
+from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.options import (
     SAVED_TENSOR,
     StageSeconds,

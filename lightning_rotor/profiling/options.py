@@ -31,7 +31,8 @@ from lightning_rotor.execution.stopwatch import typical
 from lightning_rotor.private.values import address_of, is_fake, same_bits, tensors_in
 from lightning_rotor.profiling.complaints import WORTH_MENTIONING_BYTES
 from lightning_rotor.profiling.gradient_layouts import memories_elsewhere
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions, Meter, meter_for
+from lightning_rotor.profiling.interruptions import Interruptions
+from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
 from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.generators import GeneratorStates

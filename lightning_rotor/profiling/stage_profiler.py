@@ -33,7 +33,8 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.private.torch_names import is_compiled, name_of_node, version_of
 from lightning_rotor.private.values import address_of, bytes_in_blocks, tree_leaves
 from lightning_rotor.profiling.gradient_layouts import Gradients, Layouts, Memories, memories_elsewhere
-from lightning_rotor.profiling.meters import Meter, Recording
+from lightning_rotor.profiling.memory_recording import Recording
+from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.profiling.scan import NOTHING, Boundary
 from lightning_rotor.profiling.stage_backward import StageBackward
