@@ -73,8 +73,7 @@ from lightning_rotor import (
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
-from lightning_rotor.profiling import Profile, meters
-from lightning_rotor.profiling import options as timing
+from lightning_rotor.profiling import Profile, meters, segment_seconds, stage_seconds
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.strategies import RotorPipelineStrategy
@@ -561,7 +560,11 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
             patches.enter_context(patch.object(meters, "CpuRecording", MarksAlone))
-        once = ((timing, "_ALL_BYTES", 0), (timing, "_ROUNDS", 2), (timing, "_ENOUGH_SECONDS", 1e-9))
+        once = (
+            (segment_seconds, "_ALL_BYTES", 0),
+            (segment_seconds, "_ROUNDS", 2),
+            (stage_seconds, "_ENOUGH_SECONDS", 1e-9),
+        )
         for module, name, value in once:
             patches.enter_context(patch.object(module, name, value))
         try:

@@ -42,24 +42,18 @@ from lightning_rotor.profiling.chain_profile import Profile
 from lightning_rotor.profiling.complaints import stage_complaints, structure_complaints
 from lightning_rotor.profiling.cpu_recording import require_free
 from lightning_rotor.profiling.gradient_layouts import Layout, Layouts, layouts_from
+from lightning_rotor.profiling.inverse_costs import with_inverse
 from lightning_rotor.profiling.meters import Meter, meter_for
-from lightning_rotor.profiling.options import (
-    SAVED_TENSOR,
-    StageSeconds,
-    interlude,
-    look_for_messages,
-    measure,
-    segment_seconds,
-    with_inverse,
-    with_variants,
-)
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.profiling.scan import Behaviour, Boundary, Scan, merged, scan, walk
+from lightning_rotor.profiling.segment_seconds import SAVED_TENSOR_SHARE, interlude, segment_seconds
 from lightning_rotor.profiling.shared_parameters import added_gradient_bytes, shared_later, waiting_gradient_bytes
 from lightning_rotor.profiling.stage_ends import StageEnds
 from lightning_rotor.profiling.stage_identity import stage_identity
 from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
+from lightning_rotor.profiling.stage_seconds import StageSeconds, look_for_messages, measure
 from lightning_rotor.profiling.unit_costs import cost_with_units
+from lightning_rotor.profiling.variant_costs import with_variants
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.inverses import is_invertible
@@ -389,7 +383,7 @@ class _ChainProfiler:
                 measurement = with_inverse(replace(profiler, way=stage.way), measurement)
             cost = measurement.cost
             # A discarded forward packs each tensor that autograd would save, only to drop it.
-            packing_seconds = cost.keep.saved_tensors * SAVED_TENSOR * self._segment_seconds
+            packing_seconds = cost.keep.saved_tensors * SAVED_TENSOR_SHARE * self._segment_seconds
             return replace(measurement, cost=replace(cost, discard_seconds=cost.discard_seconds + packing_seconds))
 
     def _given_layouts(self, number: int) -> Layouts:

@@ -13,7 +13,7 @@ Whoever adds a local variable to such a run holds a tensor longer than training 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -53,6 +53,15 @@ class StageMeasurement:
 
     cost: StageCost
     gradients: Gradients
+
+    def with_options(self, more: Iterable[Option]) -> StageMeasurement:
+        """The measurement with more options, each of which has a discard peak of its own."""
+        options = []
+        for option in self.cost.options:
+            options.append(replace(option, discard_peak_bytes=self.cost.discard_peak_of(option)))
+        options += more
+        highest_bytes = max(option.discard_peak_bytes or 0 for option in options)
+        return replace(self, cost=replace(self.cost, options=tuple(options), discard_peak_bytes=highest_bytes))
 
 
 class _SavedTensors:

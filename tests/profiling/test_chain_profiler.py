@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.profiling import Profile, StepMeter, chain_profiler, options, profile_chain
+from lightning_rotor.profiling import Profile, StepMeter, chain_profiler, profile_chain, segment_seconds
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.stages.sequential import sequential_stages
@@ -112,7 +112,7 @@ class _Ticking(CpuMeter):
 
 def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = _Ticking()
-    for module in (chain_profiler, options):
+    for module in (chain_profiler, segment_seconds):
         monkeypatch.setattr(module, "interlude", lambda *_: meter.wait)
     chain = profile_chain(
         sequential_stages(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.ones(2, 4), meter=meter

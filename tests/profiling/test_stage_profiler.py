@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.profiling.meters import CpuMeter
-from lightning_rotor.profiling.ranks import ALONE
-from lightning_rotor.profiling.scan import Boundary
-from lightning_rotor.profiling.stage_ends import StageEnds
-from lightning_rotor.profiling.stage_profiler import StageProfiler
 from lightning_rotor.stages.generators import GeneratorStates
-from lightning_rotor.stages.sequential import Stage
-
-SIZE = 64 * 64 * 4
+from tests.profiling.stage_runs import SIZE, profiler_of
 
 
 class Shift(nn.Module):
@@ -33,25 +23,6 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x + 1).repeat(8, 1, 1).sigmoid().sum(0) * x
-
-
-def profiler_of(layer: nn.Module, x: torch.Tensor | None = None, **changes: Any) -> StageProfiler:
-    value = torch.randn(64, 64, requires_grad=True) if x is None else x
-    profiler = StageProfiler(
-        Stage("layer", (layer,)),
-        StageEnds((), (None,), (None,), (False,), SIZE, ()),
-        SegmentState(),
-        last=False,
-        recomputable=True,
-        generators=None,
-        meter=CpuMeter(),
-        repeats=1,
-        interlude=lambda: None,
-        ranks=ALONE,
-        accumulating=True,
-        boundary=Boundary.of(value),
-    )
-    return replace(profiler, **changes)
 
 
 @pytest.mark.parametrize(
