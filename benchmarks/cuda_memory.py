@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable, Schedule, simulate
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.profiling.meters import await_autograd
+from lightning_rotor.profiling.cuda_recording import await_autograd
 
 GPU = torch.device("cuda", 0)
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWarning, Schedule, simulate
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.profiling.meters import await_autograd
+from lightning_rotor.profiling.cuda_recording import await_autograd
 from lightning_rotor.profiling.workspaces import take_workspaces
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("coarse_tables")]
