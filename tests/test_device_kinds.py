@@ -145,7 +145,9 @@ def test_the_device_in_use_is_found_among_all_kinds(added: _OwnGenerator) -> Non
 
 
 def test_what_an_added_kind_does_not_override_is_still_refused(added: _OwnGenerator) -> None:
-    with pytest.raises(ProfilingError, match=r"'mps' has no count of allocated bytes .* in lightning_rotor/devices\.py"):
+    with pytest.raises(
+        ProfilingError, match=r"'mps' has no count of allocated bytes .* in lightning_rotor/devices\.py"
+    ):
         kind_of(MPS).allocated_bytes(MPS)
 
 
