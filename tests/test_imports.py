@@ -26,13 +26,13 @@ ORDER = (
         "simulator",
         "planning",
     ),  # numbers alone, without torch
-    *("private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
+    *("devices", "private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
     *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.
 WITHOUT_TORCH = {
-    *ORDER[: ORDER.index("private")],
+    *ORDER[: ORDER.index("devices")],
     "pipeline/partition",
     "pipeline/pipeline_schedule",
     "pipeline/pipeline_simulator",

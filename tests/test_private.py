@@ -880,6 +880,8 @@ def test_autocast_is_read_and_set_in_one_place() -> None:
         inside = autocast.autocast_state()
         assert inside == ((True, torch.float16), plain[1])
         assert autocast.autocast_enabled()
+        with torch.autocast("cpu", enabled=False):
+            assert not autocast.autocast_enabled()
         assert autocast.autocast_dtypes([torch.zeros(1), torch.zeros(2)]) == [torch.float16]
         autocast.set_autocast_state(plain)
         assert autocast.autocast_state() == plain

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_rotor.devices import AUTOCASTING
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.autocast import KINDS, AutocastState, autocast_state
+from lightning_rotor.private.autocast import AutocastState, autocast_state
 
 
 class Ambient(NamedTuple):
@@ -33,9 +34,11 @@ class Ambient(NamedTuple):
 
     def autocast_changes(self, base: Ambient) -> tuple[tuple[str, bool, torch.dtype], ...]:
         """Kinds of devices whose autocast is another than in ``base``, with what it is."""
-        return tuple(
-            (kind, *now) for kind, now, then in zip(KINDS, self.autocast, base.autocast, strict=True) if now != then
-        )
+        changes = []
+        for kind, now, then in zip(AUTOCASTING, self.autocast, base.autocast, strict=True):
+            if now != then:
+                changes.append((kind, *now))
+        return tuple(changes)
 
 
 def ambient() -> Ambient:

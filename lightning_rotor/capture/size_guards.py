@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.node_facts import OWN, SIZE, is_constant, line_of
 from lightning_rotor.capture.recorded_checks import spell_value
+from lightning_rotor.devices import TRAINING
 from lightning_rotor.stages.wiring import packed
 
 Question: TypeAlias = tuple[fx.Node, Any]
@@ -182,9 +183,9 @@ _RESHAPES_IN_PLACE = frozenset(
     f"{name}_" for name in ("as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t",
     "transpose", "unsqueeze")
 )  # fmt: skip
-_MOVES = ("cpu", "cuda")
+_MOVES = TRAINING
 """Methods that put a tensor on a device."""
-_DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
+_DEVICE = re.compile(rf"({'|'.join(TRAINING)})(:\d+)?")
 
 
 class _OnMeta(TorchFunctionMode):

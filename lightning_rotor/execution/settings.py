@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
+from lightning_rotor.devices import CUDA, HOST, PRECISION_BACKENDS
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.autocast import autocast_state, set_autocast_state
 
+# The older settings of torch are made of the newer ones of these two.
+_CPU, _GPU = HOST.precision_backend, CUDA.precision_backend
 _Read: TypeAlias = Callable[[], Any]
 _Write: TypeAlias = Callable[[Any], None]
 
@@ -168,23 +171,22 @@ def _precision(backend: str, operation: str) -> tuple[_Read, _Write]:
 
 def _products() -> str:
     """The older setting for products that the newer ones amount to."""
-    if private.float32_precision("cuda", "matmul") != "tf32":
+    if private.float32_precision(_GPU, "matmul") != "tf32":
         return "highest"
-    return "medium" if private.float32_precision("mkldnn", "matmul") == "bf16" else "high"
+    return "medium" if private.float32_precision(_CPU, "matmul") == "bf16" else "high"
 
 
 def _convolutions() -> bool:
     """The older setting for convolutions that the newer ones amount to."""
-    return private.float32_precision("cuda", "conv") == private.float32_precision("cuda", "rnn") == "tf32"
+    return private.float32_precision(_GPU, "conv") == private.float32_precision(_GPU, "rnn") == "tf32"
 
 
 _SETTINGS: tuple[tuple[_Read, _Write], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     _precision("generic", "all"),
-    _precision("cuda", "all"),
-    _precision("mkldnn", "all"),
-    *(_precision(*names) for names in product(("cuda", "mkldnn"), ("matmul", "conv", "rnn"))),
+    *(_precision(backend, "all") for backend in PRECISION_BACKENDS),
+    *(_precision(*names) for names in product(PRECISION_BACKENDS, ("matmul", "conv", "rnn"))),
     *(_attribute(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
     *(_attribute(mkldnn, name) for name in ("enabled", "deterministic")),
     _attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction"),

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import PipelineError, RotorError
 from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.planned.agreement import told_by_all
@@ -93,8 +94,9 @@ def share_start(model: nn.Module, processes: PipelineProcesses) -> None:
         share(tensor)
     group, device = processes.group, processes.device
     first(GeneratorStates(torch.device("cpu")), group).restore()
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(first(torch.cuda.get_rng_state(device), group), device)
+    kind = kind_of(device)
+    if kind.own_generator is not None:
+        kind.set_generator_state(device, first(kind.generator_state(device), group))
 
 
 def tensors_of(stage: Stage) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.micro_batches import OUTSIDE, Call, join, mixed, rows_in, sizes_of, split
@@ -103,8 +104,7 @@ class PausedCall:
         self._heard.get()
         current.set(self)
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
+            kind_of(self._device).make_current(self._device)
             with self.context.restored():
                 result = self._run()
         except GeneratorExit:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.execution.pending import await_backward
@@ -178,8 +179,7 @@ class PlannedForward:
         elif not restored:
             reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
         elif plans.ceiling.lower(failed, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
-            if signature.device.type == "cuda":
-                torch.cuda.empty_cache()
+            kind_of(signature.device).empty_cache()
             ceiling_bytes = plans.ceiling.size_bytes or 0
             plans.cache.keep_only_plans(lambda plan: plan.peak_bytes <= ceiling_bytes)
             smaller = plans.plan_again(signature, prepared)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import BudgetError, ShortageError, TrialError
 from lightning_rotor.memory.budget import (
     Budget,
@@ -283,7 +284,7 @@ class StepLimit:
         may_run_on = step is not None and not step.is_over
         # A tuner wants to hear of it at once, and other processes must not wait for one that ends later than they do.
         may_run_on &= not loop.is_trial() and loop.processes == 1
-        if loop.device().type == "cuda":
+        if kind_of(loop.device()).has_own_memory:
             missing_bytes = error.minimum_bytes - self.size_bytes
             may_run_on &= missing_bytes <= usable_bytes(loop.device())
         if step is not None and may_run_on:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
@@ -98,7 +99,7 @@ class TrainingLoop(Protocol):
         """A user's limit, on a GPU no more than for None: what this process has, and its share of what is usable."""
         device = self.device()
         limit_bytes = None if limit is None else resolve_limit(limit, device)
-        if limit_bytes is not None and device.type != "cuda":
+        if limit_bytes is not None and not kind_of(device).has_own_memory:
             return limit_bytes
         free_bytes = usable_bytes(device)
         if device.type == "cpu":
@@ -120,11 +121,11 @@ class TrainingLoop(Protocol):
             resident = ResidentMemory.of(self.model, target, optimizers, batch, device)
         communication_bytes = self.communication_bytes()
         other_bytes = 0
-        if device.type == "cuda":
-            # Of the CPU's allocator nobody knows how much it has given out.
+        kind = kind_of(device)
+        if kind.tells_allocated:
             known_bytes = named_bytes(self.model, optimizers, batch, device)
             known_bytes += communication_bytes
-            other_bytes = max(0, torch.cuda.memory_allocated(device) - known_bytes)
+            other_bytes = max(0, kind.allocated_bytes(device) - known_bytes)
         # The messages of FSDP are gone when its optimizer steps, so the peak of that is not known before.
         temporary_bytes = None if self._shards() else resident.temporary_bytes
         return replace(
@@ -139,7 +140,7 @@ class TrainingLoop(Protocol):
         """Bytes that training holds at this moment, on the CPU also those that parameters and gradients do not show."""
         base_bytes = allocated_bytes(self.model, self.optimizers(), batch, self.device())
         wrapped: Any = self.wrapped()
-        if self.device().type == "cuda":
+        if kind_of(self.device()).tells_allocated:
             return base_bytes
         if not isinstance(wrapped, DistributedDataParallel):
             return base_bytes + self._hidden_bytes()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import RotorError
 from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planned.signature import Signature
@@ -43,9 +44,7 @@ def model_fingerprint(module: nn.Module) -> str:
 def call_fingerprint(signature: Signature, variants: str) -> str:
     """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
     device = signature.device
-    machine = device.type
-    if machine == "cuda":
-        machine = torch.cuda.get_device_name(device)
+    machine = kind_of(device).model_name(device)
     modes = (signature.autocast, *signature.modes)
     settings = signature.shapes, signature.kinds, modes
     names = [stage.name for stage in signature.cut.stages]

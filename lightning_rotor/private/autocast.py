@@ -1,38 +1,39 @@
 """The state of autocast in this thread, which torch tells for one kind of device at a time.
 
-The names are public. They stand here together so that no other file has a list of kinds of its own: a call that is
-compared under one list and recorded under another would be taken for equal when it is not.
+All names but one are public. They stand here together so that no other file has a list of kinds of its own: a call
+that is compared under one list and recorded under another would be taken for equal when it is not.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import torch
 
-KINDS = _HOST, _ACCELERATOR = ("cpu", "cuda")
-"""Kinds of devices whose autocast counts."""
+from lightning_rotor.devices import AUTOCASTING
+
 AutocastState: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
-"""For each of :data:`KINDS`: True if autocast is on, and the type that it casts to."""
+"""For each kind of device in ``AUTOCASTING``: True if autocast is on, and the type that it casts to."""
 
 
 def autocast_state() -> AutocastState:
     """The state of autocast now, in two microseconds."""
-    return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in KINDS])
+    return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCASTING])
 
 
 def set_autocast_state(state: AutocastState) -> None:
     """Set what differs from ``state``."""
-    for kind, (is_enabled, dtype) in zip(KINDS, state, strict=True):
+    for kind, (is_enabled, dtype) in zip(AUTOCASTING, state, strict=True):
         if torch.is_autocast_enabled(kind) is not is_enabled:
             torch.set_autocast_enabled(kind, is_enabled)
         if torch.get_autocast_dtype(kind) != dtype:
             torch.set_autocast_dtype(kind, dtype)
 
 
-def autocast_enabled() -> bool:
-    """True if autocast is on for any kind of device."""
-    # Every stage asks this when it has run. Written out, it takes half of the time that any() would.
-    return torch.is_autocast_enabled(_HOST) or torch.is_autocast_enabled(_ACCELERATOR)
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""True if autocast is on for any kind of device, in torch 2.11 to 2.15.
+
+In public one kind is asked at a time, which takes three times as long. Every stage asks when it has run.
+"""
 
 
 def autocast_dtypes(tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:

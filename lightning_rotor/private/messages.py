@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from lightning_rotor.devices import TRAINING
 from lightning_rotor.private.torch_names import (
     FakeTensor,
     OpOverload,
@@ -157,7 +158,7 @@ def group_beside(members: frozenset[int]) -> Any:
 
 def _patience_of(group: Any) -> timedelta | None:
     """Time that members of a group wait for each other; None if it does not say."""
-    for kind in ("cuda", "cpu"):
+    for kind in reversed(TRAINING):
         with suppress(
             RuntimeError, AttributeError
         ):  # it has no backend for that kind of device, or one without options

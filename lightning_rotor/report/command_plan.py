@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import sequentialize
+from lightning_rotor.devices import KINDS
 from lightning_rotor.errors import ProfilingError, SampleError
 from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
@@ -89,9 +90,11 @@ class _Case:
     def of(cls, options: Namespace) -> _Case:
         """Build the model and what trains it."""
         kind = options.device.partition(":")[0]
-        if kind not in ("cpu", "cuda", "meta"):
-            raise ProfilingError(f"device {options.device!r} is unknown: expected cpu, cuda or meta")
-        if kind == "cuda" and not torch.cuda.is_available():
+        if kind not in KINDS:
+            *others, last = KINDS
+            known = f"{', '.join(others)} or {last}"
+            raise ProfilingError(f"device {options.device!r} is unknown: expected {known}")
+        if KINDS[kind].trains and not KINDS[kind].is_available():
             raise ProfilingError(
                 "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
             )

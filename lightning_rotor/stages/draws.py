@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import RotorWarning
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tensors_in
-from lightning_rotor.stages.generators import CUDA, HOST, GeneratorStates
+from lightning_rotor.stages.generators import HOST, GeneratorStates
 from lightning_rotor.stages.other_threads import others_may_draw
 
 _RUNS = 4
@@ -44,8 +45,11 @@ class DrawsSeen(private.TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}):
-            is_cuda = any(tensor.is_cuda for tensor in tensors_in((args, result)))
-            self.kinds.add(CUDA if is_cuda else HOST)
+            devices = {tensor.device for tensor in tensors_in((args, result))}
+            # Refuses a device whose generator is not known.
+            own = {kind_of(device).own_generator for device in devices}
+            # Operations on a device draw from its generator, also if they read numbers on the host.
+            self.kinds |= {name for name in own if name is not None} or {HOST}
         return result
 
 

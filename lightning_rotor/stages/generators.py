@@ -12,31 +12,32 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_rotor.devices import device_in_use, kind_of
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import uncounted_copy
 from lightning_rotor.stages.other_threads import left_alone, others_may_draw
 
-PYTHON, NUMPY, HOST, CUDA = (
+PYTHON, NUMPY, HOST = (
     "Python's random",
     "NumPy's global generator",
     "torch's CPU generator",
-    "torch's CUDA generator",
 )
-"""The kinds of global generators, as messages spell them."""
+"""The kinds of global generators on the host, as messages spell them. Those of devices are named in ``devices``."""
 
 
 class GeneratorStates:
-    """The state of global generators at one moment: Python's, NumPy's, torch's on the host and on the CUDA device.
+    """The state of global generators at one moment: Python's, NumPy's, torch's on the host and on a device.
 
     With ``counted``, torch's allocator counts the remembered bytes, as plans do. torch's own layers never use Python's
     and NumPy's generators (``host``), and some draw no random numbers at all (``torchs``). Kinds that are left alone
     (:func:`~lightning_rotor.stages.other_threads.leaving_alone`) do not count: other threads draw from them, and the
     code that runs here does not.
 
-    ``shared`` is True if another thread could draw from them at that moment.
+    ``shared`` is True if another thread could draw from them at that moment. ``ProfilingError`` if the generator of a
+    device is not known: what draws from it would be repeated with other numbers.
     """
 
-    __slots__ = ("_counted", "_states", "device", "shared")
+    __slots__ = ("_counted", "_device_generator", "_states", "device", "shared")
 
     def __init__(
         self,
@@ -47,11 +48,10 @@ class GeneratorStates:
         torchs: bool = True,
         kinds: Collection[str] | None = None,
     ) -> None:
-        # A process that has not touched CUDA must not begin to: it takes memory, and breaks later forks.
-        if torchs and device is None and torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-        has_own_generator = device is not None and device.type == "cuda"
-        self.device = device if has_own_generator else None
+        if torchs and device is None:
+            device = device_in_use()
+        self._device_generator = None if device is None else kind_of(device).own_generator
+        self.device = None if self._device_generator is None else device
         self._counted, self.shared = counted, others_may_draw()
         if kinds is None:
             kinds = self._kinds_of(host=host, torchs=torchs)
@@ -63,8 +63,8 @@ class GeneratorStates:
             kinds += [PYTHON, NUMPY]
         if torchs:
             kinds.append(HOST)
-        if torchs and self.device is not None:
-            kinds.append(CUDA)
+        if torchs and self._device_generator is not None:
+            kinds.append(self._device_generator)
         others = left_alone()
         return [kind for kind in kinds if kind not in others]
 
@@ -81,9 +81,9 @@ class GeneratorStates:
             return np.random.get_state(legacy=False)  # noqa: NPY002
         # A state is a tensor, and real even among fake ones.
         with private.no_dispatch():
-            if kind == CUDA:
+            if kind == self._device_generator:
                 assert self.device is not None
-                return torch.cuda.get_rng_state(self.device)
+                return kind_of(self.device).generator_state(self.device)
             state = torch.get_rng_state()
             return state if self._counted else uncounted_copy(state)
 
@@ -112,7 +112,7 @@ class GeneratorStates:
             torch.set_rng_state(state)
         else:
             assert self.device is not None
-            torch.cuda.set_rng_state(state, self.device)
+            kind_of(self.device).set_generator_state(self.device, state)
 
     def keep_only(self, kinds: Collection[str]) -> None:
         """Forget the states of all other kinds."""
@@ -143,8 +143,7 @@ def seeded(seed: int, device: torch.device | None = None, *, host: bool = True) 
         np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
     torch.default_generator.manual_seed(seed)
     if before.device is not None:
-        with torch.cuda.device(before.device):
-            torch.cuda.manual_seed(seed)
+        kind_of(before.device).seed(before.device, seed)
     try:
         yield
     finally:
