@@ -665,6 +665,12 @@ def compared(plainly: Run, planned: Run) -> Verdict:
     difference = first_difference(plainly.seen.events, seen.events, whole=error is None)
     if isinstance(error, RotorError) and plainly.error is not None and not seen.optimizer_steps:
         return Verdict("invalid", short(str(error)))
+    # A recomputation reads what its forward has read, so training may go on where autograd misses a value.
+    beyond = plainly.error is not None and len(seen.events) > len(plainly.seen.events)
+    if beyond and isinstance(error, (RotorError, type(plainly.error), type(None))):
+        until = first_difference(plainly.seen.events, seen.events[: len(plainly.seen.events)], whole=True)
+        if not until:
+            return Verdict("invalid", short(f"{type(plainly.error).__name__}: {plainly.error}"))
     if isinstance(error, RotorError):
         reason = f"{type(error).__name__}: {short(str(error))}"
         known = plainly.seen.marks

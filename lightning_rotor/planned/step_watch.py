@@ -169,6 +169,8 @@ class StepWatch:
             return None
         recording = self._meter.stop()
         self._meter = None
+        # Torch moves no parameter of a tensor subclass to which there is a weak reference, nor its gradient.
+        self._held.clear()
         return recording
 
     def _note_held(self, tensors: Sequence[torch.Tensor]) -> None:
