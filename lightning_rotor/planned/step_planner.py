@@ -336,8 +336,9 @@ class StepPlanner(BudgetSource):
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
 
         def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
+            # It outlives the step, whose tensors it must not hold.
             numbers = [number for call, number in step.numbers.items() if call.plan is plan]
-            return foresight(plan, numbers, phases, reserved_bytes)
+            return partial(foresight, plan, numbers, phases, reserved_bytes)
 
         is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
@@ -400,6 +401,8 @@ class StepPlanner(BudgetSource):
         step = self._step
         self._look_at_start(step)
         budget = self.limit.budget(profile.chain, self.modules.all, step)
+        if self._mode.is_joint:
+            budget = replace(budget, foresight=None)  # of a step in which this call was alone
         others_wait = step is not None and bool(step.waiting)
         others_may_come = step is not None and self.modules.is_open
         if not others_wait and not others_may_come and self.modules.is_alone(name):
