@@ -56,30 +56,37 @@ class Corrections:
 
     def to_plain(self) -> dict[str, list[int]]:
         """For each chain, by its fingerprint, its size and its correction; in bytes."""
-        return {name: [each.chain_bytes, each.correction_bytes] for name, each in self._searches.items()}
+        return {
+            name: [search.chain_bytes, search.correction_bytes]
+            for name, search in self._searches.items()
+            if search.is_measured
+        }
 
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
         """Take over the corrections of an earlier training."""
         for name, (chain_bytes, correction_bytes) in corrections.items():
-            self._searches[name] = BudgetSearch(chain_bytes, correction_bytes)
+            self._searches[name] = BudgetSearch(chain_bytes, correction_bytes, is_measured=True)
 
     def of(self, chain: Chain) -> int:
         """Bytes that a chain's plans leave free besides what was predicted.
 
-        For a chain that was never watched it is the largest of the others, in proportion to their sizes.
+        For a chain that no step has corrected it is the largest of the others, in proportion to their sizes.
         """
         own = self._searches.get(chain.fingerprint)
-        if own is not None:
+        if own is not None and own.is_measured:
             return own.correction_bytes
         size_bytes = _size_of(chain)
-        others = self._searches.values()
+        # What a chain has taken over from others teaches nothing. It would be scaled up once more for each larger chain
+        # that follows a smaller one, without an end.
+        others = [search for search in self._searches.values() if search.is_measured]
         scaled = [int(each.correction_bytes * max(1, size_bytes / each.chain_bytes)) for each in others]
         return max(scaled, default=0)
 
     def search_for(self, chain: Chain) -> BudgetSearch:
         """The search of a chain, which begins with the correction of the others and is now used last."""
         correction_bytes = self.of(chain)
-        search = self._searches.pop(chain.fingerprint, None) or BudgetSearch(_size_of(chain), correction_bytes)
+        search = self._searches.pop(chain.fingerprint, None) or BudgetSearch(_size_of(chain))
+        search.correction_bytes = correction_bytes
         self._searches[chain.fingerprint] = search
         if len(self._searches) > _MOST_CHAINS:
             del self._searches[next(iter(self._searches))]
@@ -158,7 +165,9 @@ def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available
     before_bytes = search.correction_bytes
     # The correction that the running plan has.
     running_bytes = available_bytes - plan.budget_bytes
+    was_measured = search.is_measured
     search.correction_bytes = available_bytes - budget_bytes
+    search.is_measured = True
     try:
         modules.replan(plan)
     except BudgetError as error:
@@ -166,6 +175,7 @@ def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available
         search.correction_bytes -= error.minimum_bytes - error.budget_bytes
         if search.correction_bytes <= running_bytes:
             search.correction_bytes = before_bytes
+            search.is_measured = was_measured
             return False
         return modules.replan(plan).schedule != plan.schedule
     return True

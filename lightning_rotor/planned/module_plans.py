@@ -287,8 +287,7 @@ class ModulePlans:
         budget = self.budget(profile)
         alike = self.cache.alike(signature, chain.names)
         least_overhead = least_overhead_of(alike, signature.size, chain, budget)
-        plans = [prepared.plan for _, prepared in alike]
-        plan = best_of(chain, plans, budget, least_overhead, slots=self._settings.slots)
+        plan = best_of(chain, alike, signature.size, budget, least_overhead, slots=self._settings.slots)
         lost_seconds = 0.0
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
@@ -307,7 +306,7 @@ class ModulePlans:
                 plan = outcome
         rough_seconds = 0.0
         if not estimate.is_near:
-            rough_seconds = lost_by(plan, least_overhead)
+            rough_seconds = lost_by(plan, least_overhead_of(alike, signature.size, None, budget))
         costs = Costs(profile, estimated=True, rough_seconds=rough_seconds)
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 

@@ -1,7 +1,11 @@
 """A plan for a new size from the plans of others, without a search.
 
 A larger size needs no less recomputation than a smaller one. So the overhead of a smaller size's plan is a bound on
-what any plan for the new one takes, and a schedule that comes close to it need not be improved.
+what any plan for the new one takes, and a schedule that comes close to it need not be improved. And a schedule that
+keeps the limit for a larger size keeps it for the new one, so that few schedules serve all sizes::
+
+    schedules   ──a──┐ ─────b─────┐ ────────c────────┐
+    sizes     ──┴────●──x─────────●──────────────────●──►   x runs under b until a better one has paid for its search
 """
 
 from __future__ import annotations
@@ -17,8 +21,10 @@ from lightning_rotor.schedule import Schedule
 
 # Shares of a step by which an overhead is next to the least possible one.
 _SLIGHT = 0.01
-# Schedules of other sizes that are tried for a new one: judging each takes as long as a step of a small model.
-_NEAREST = 4
+# Schedules of larger and of smaller sizes that are tried for a new one: judging each takes as long as a step of a small
+# model. Those of larger sizes fit; of smaller ones, the nearest may.
+_NEAREST_LARGER = 2
+_NEAREST_SMALLER = 2
 
 
 def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
@@ -42,24 +48,33 @@ def _costs_the_same(one: Chain, other: Chain) -> bool:
 
 def best_of(
     chain: Chain,
-    plans: Sequence[Plan],
+    alike: Sequence[tuple[int, Prepared]],
+    size: int,
     budget: Budget,
     least_overhead: float,
     *,
     slots: int,
 ) -> Plan | None:
-    """The fastest that fits of no recomputation and the first few unlike schedules of plans; None if none does.
+    """The fastest plan that fits of no recomputation and of a few other sizes' schedules; None if none does.
 
-    Those behind one whose overhead is next to the least possible are not tried.
+    Args:
+        chain: Costs of the new size.
+        alike: Sizes and plans of other calls, the nearest size first.
+        size: The new one.
+        budget: For it.
+        least_overhead: That any plan has. Schedules behind one that is next to it are not tried.
+        slots: Resolution of the planner.
     """
+    plans = [prepared.plan for _, prepared in alike]
     for_equal_costs = _for_equal_costs(plans, chain, budget)
     if for_equal_costs is not None:
         return for_equal_costs
     limit_bytes = max(budget.available_bytes, 1)
-    schedules = (Schedule.keep_all(len(chain)), *(plan.schedule for plan in plans))
-    unlike = list({id(schedule): schedule for schedule in schedules}.values())
+    larger = _unlike(prepared.plan.schedule for other, prepared in alike if other >= size)
+    smaller = _unlike(prepared.plan.schedule for other, prepared in alike if other < size)
+    nearest = [*larger[:_NEAREST_LARGER], *smaller[:_NEAREST_SMALLER]]
     best = None
-    for schedule in unlike[: 1 + _NEAREST]:
+    for schedule in _unlike([Schedule.keep_all(len(chain)), *nearest]):
         plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
         if plan.peak_bytes > limit_bytes:
             continue
@@ -70,15 +85,21 @@ def best_of(
     return best
 
 
+def _unlike(schedules: Iterable[Schedule]) -> list[Schedule]:
+    """The schedules, each once, in their order."""
+    return list({id(schedule): schedule for schedule in schedules}.values())
+
+
 def least_overhead_of(
     alike: Iterable[tuple[int, Prepared]],
     size: int,
-    chain: Chain,
+    chain: Chain | None,
     budget: Budget,
 ) -> float:
     """Overhead that a plan for a size has at least, by plans of others: the larger one needs no less recomputation.
 
-    Sizes with the same costs need the same.
+    Sizes with the same costs need the same. Without a ``chain``, costs are not looked at: those of a size that nobody
+    has measured may be the bounds that a larger one has set.
     """
     least_overhead = 0.0
     for other_size, prepared in alike:
@@ -86,7 +107,7 @@ def least_overhead_of(
         if not prepared.is_best_known:
             continue
         has_no_less = plan.budget_bytes >= budget.available_bytes
-        needs_the_same = has_no_less and _costs_the_same(plan.chain, chain)
+        needs_the_same = has_no_less and chain is not None and _costs_the_same(plan.chain, chain)
         if other_size <= size or needs_the_same:
             least_overhead = max(least_overhead, plan.overhead)
     return least_overhead

@@ -47,11 +47,13 @@ class BudgetSearch:
         chain_bytes: What the chain holds if nothing is recomputed; tells how far a correction applies to other chains.
         correction_bytes: What has turned out to be needed outside of the chain beyond the prediction; negative if less
             was needed.
+        is_measured: Steps of this chain have shown the correction; else it is taken over from other chains.
     """
 
-    def __init__(self, chain_bytes: int = 1, correction_bytes: int = 0) -> None:
+    def __init__(self, chain_bytes: int = 1, correction_bytes: int = 0, *, is_measured: bool = False) -> None:
         self.chain_bytes = chain_bytes
         self.correction_bytes = correction_bytes
+        self.is_measured = is_measured
         self._largest_good: Trial | None = None
         self._smallest_bad: Trial | None = None
         self._overshoots = 0

@@ -87,11 +87,11 @@ def test_a_new_size_takes_the_fastest_schedule_that_fits() -> None:
     chain = entry.profile.chain
     least, keep_all = minimum_budget(chain), Schedule.keep_all(len(chain))
     most = simulate(chain, keep_all).peak_bytes
-    assert best_of(chain, [least], Budget(most), 0.0, slots=500).schedule == keep_all  # type: ignore[union-attr]
-    tight = Budget(least.peak_bytes)
-    assert best_of(chain, [least], tight, 0.0, slots=500).schedule == least.schedule  # type: ignore[union-attr]
-    assert best_of(chain, [least], Budget(1), 0.0, slots=500) is None
-    assert lost_by(least, 0.0) > lost_by(least, least.overhead) == 0.0
     with_plan = costs_of(entry).under(entry_for(64)[0], scheduled(chain, least.schedule))
+    assert best_of(chain, [(64, with_plan)], 64, Budget(most), 0.0, slots=500).schedule == keep_all  # type: ignore[union-attr]
+    tight = Budget(least.peak_bytes)
+    assert best_of(chain, [(64, with_plan)], 64, tight, 0.0, slots=500).schedule == least.schedule  # type: ignore[union-attr]
+    assert best_of(chain, [(64, with_plan)], 64, Budget(1), 0.0, slots=500) is None
+    assert lost_by(least, 0.0) > lost_by(least, least.overhead) == 0.0
     assert least_overhead_of([(64, with_plan)], 128, chain, tight) == with_plan.plan.overhead
     assert least_overhead_of([(64, with_plan)], 32, entry_for(32)[1].profile.chain, tight) == 0.0

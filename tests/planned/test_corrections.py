@@ -41,21 +41,38 @@ def corrected(known: Corrections, before: Plan, measured_bytes: int, limit_bytes
     return is_better, modules.made
 
 
+def teach(known: Corrections, costs: Chain, correction_bytes: int) -> None:
+    search = known.search_for(costs)
+    search.correction_bytes, search.is_measured = correction_bytes, True
+
+
 def test_a_chain_that_was_never_watched_gets_the_largest_correction_in_proportion() -> None:
     known, small, large = Corrections(), chain(1), chain(1, 24)
     assert known.of(small) == 0
-    known.search_for(small).correction_bytes = 100
+    teach(known, small, 100)
     assert known.of(small) == 100
     assert small in known
     assert large not in known
     assert known.of(large) == int(100 * large.kept_bytes / small.kept_bytes) > 100
-    known.search_for(chain(2)).correction_bytes = -5
+    teach(known, chain(2), -5)
+    assert known.of(small) == 100
+
+
+def test_what_was_taken_over_from_another_chain_is_not_taken_over_again() -> None:
+    known, small, large = Corrections(), chain(1), chain(1, 24)
+    teach(known, small, 100)
+    once = known.of(large)
+    for seed in range(20):  # sizes go up and down, and none of them is corrected
+        known.search_for(chain(seed + 2))
+        known.search_for(large)
+        known.search_for(chain(seed + 2, 24))
+    assert known.of(large) == once
     assert known.of(small) == 100
 
 
 def test_plain_types_bring_corrections_back() -> None:
     known = Corrections()
-    known.search_for(chain(3)).correction_bytes = 77
+    teach(known, chain(3), 77)
     again = Corrections()
     again.recall(known.to_plain())
     assert again.of(chain(3)) == 77
