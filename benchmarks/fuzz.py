@@ -257,6 +257,7 @@ class Library:
         self.program, self.recomputed, self.callbacks = program, 0, []
         self.limit_bytes, self.wanted_bytes = limit_bytes, 0
         self.over: list[Over] = []
+        self._plan: Any = None  # that the running step has gone through
         self._phases: Any = None  # of the step measured last
 
     def wrap(self, net: Net) -> None:
@@ -276,6 +277,10 @@ class Library:
         plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
         self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
 
+    def note_plan(self) -> None:
+        """Note the plan of a step that is past its forward: at its end there may be another one already."""
+        self._plan = self.callbacks[-1]._planner.plan if self.callbacks else None
+
     def follow(self, number: int) -> None:
         """Compare the peak of a whole step with the limit, if it was measured."""
         if self.program.limit is None or not self.callbacks:
@@ -283,12 +288,12 @@ class Library:
         planner = self.callbacks[-1]._planner
         for each in self.over:
             if each.answer == "unknown" and number == each.step + 1:
-                each.answer = "none" if planner.plan is each.plan else "another plan"
+                each.answer = "none" if self._plan is each.plan else "another plan"
         watch, limit_bytes = planner.watch, planner.limit.size_bytes
         is_new = bool(watch.phases) and watch.phases is not self._phases
         self._phases = watch.phases
         if is_new and number and watch.peak_bytes > limit_bytes > 0:
-            self.over.append(Over(number, watch.peak_bytes, limit_bytes, planner.plan, "unknown"))
+            self.over.append(Over(number, watch.peak_bytes, limit_bytes, self._plan, "unknown"))
 
     def chosen(self, profile: Profile, budget: Budget, reserved_bytes: int = 0) -> int:
         """The limit."""
@@ -379,6 +384,10 @@ class Watcher(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, net: Net, batch: Any, batch_idx: int) -> None:
         before_step(net, batch_idx, self.seen)
+
+    def on_after_backward(self, trainer: L.Trainer, net: Net) -> None:
+        if self.library is not None:
+            self.library.note_plan()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, net: Net, optimizer: Any) -> None:
         if net.automatic_optimization:

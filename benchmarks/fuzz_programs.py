@@ -122,6 +122,8 @@ EXCLUSIVE = [
 ]
 REUSING = {"again", "tied", "twice", "two_names", "random_depth"}
 SPARSE = {"sparse_embedding"}
+# Each process goes a way of its own there, so that one sends what the other does not expect: plain training hangs, too.
+ROUTED = {"routed", "experts", "stochastic_depth"}
 # Which global generator a kind of layer draws from.
 DRAWING = {
     "torch": {
@@ -211,7 +213,7 @@ def _row(chance: random.Random, program: Program, length: int, depth: int) -> tu
         and (program.way != "pipeline" or name in PIPED)
         and not (program.has("bf16-mixed") and name in REUSING)
         and not (name in SENDERS and program.way != "processes")
-        and not (name in SPARSE and program.way == "processes")
+        and not (name in SPARSE | ROUTED and program.way == "processes")
         and not (name in SPARSE and program.has("clip", "lbfgs", "two_optimizers", "retain", "accumulate", "penalty"))
     ]
     nodes: list[Node] = []

@@ -43,7 +43,11 @@ class DrawsSeen(private.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}) and not _has_own(args, kwargs or {}):
+        if (
+            isinstance(func, private.OpOverload)
+            and draws(func, args, kwargs or {})
+            and not _has_own(args, kwargs or {})
+        ):
             is_cuda = any(tensor.is_cuda for tensor in tensors_in((args, result)))
             self.kinds.add(CUDA if is_cuda else HOST)
         return result
