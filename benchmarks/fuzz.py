@@ -290,7 +290,7 @@ class Library:
             if each.answer == "unknown" and number == each.step + 1:
                 each.answer = "none" if self._plan is each.plan else "another plan"
         watch, limit_bytes = planner.watch, planner.limit.size_bytes
-        is_new = bool(watch.phases) and watch.phases is not self._phases
+        is_new = bool(watch.phases) and watch.phases is not self._phases and watch.is_exact
         self._phases = watch.phases
         if is_new and number and watch.peak_bytes > limit_bytes > 0:
             self.over.append(Over(number, watch.peak_bytes, limit_bytes, self._plan, "unknown"))
