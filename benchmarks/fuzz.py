@@ -584,12 +584,21 @@ def _note_outputs(notes: list[Any], module: nn.Module, x: Any, y: Any) -> None:
         notes.append(y.detach().float().sum())
 
 
-def run(program: Program, *, with_library: bool, remote: bool = False, limit_bytes: int | None = None) -> Run:
-    """Train a program, within a limit that follows from what is measured if none is given."""
+def run(
+    program: Program, *, with_library: bool, remote: bool = False, limit_bytes: int | None = None, closely: bool = False
+) -> Run:
+    """Train a program, within a limit that follows from what is measured if none is given.
+
+    ``closely`` marks the model before and behind each call of a module.
+    """
     done = Run(Seen(remote=remote, marking=not with_library))
     library = Library(program, limit_bytes) if with_library else None
     place = tempfile.TemporaryDirectory() if program.has("resume") else nullcontext("")
-    with surroundings(program, done.seen) as caught, place as folder:
+    with surroundings(program, done.seen) as caught, place as folder, ExitStack() as hooks:
+        if closely:
+            module = nn.modules.module
+            for register in (module.register_module_forward_pre_hook, module.register_module_forward_hook):
+                hooks.callback(register(lambda *_: done.seen.note("mark")).remove)
         try:
             session(program, done.seen, library, folder)
         except Exception as error:
@@ -635,7 +644,11 @@ def judge(program: Program) -> Verdict:
         return judge_pipeline(program)
     if program.way == "processes":
         return judge_processes(program)
-    return within_a_limit(program, run(program, with_library=False))
+    verdict = within_a_limit(program, run(program, with_library=False))
+    if verdict.kind != "refused and changed":
+        return verdict
+    # An error may stop a step in the middle of a forward. What plain training passes through there takes long to note.
+    return within_a_limit(program, run(program, with_library=False, closely=True))
 
 
 _MOST_ATTEMPTS = 3

@@ -399,6 +399,7 @@ class Net(L.LightningModule):
         if program.has("change_early"):  # as behind a ``with`` around the forward
             for change in self.changes:
                 change(batch_idx + 5)
+        self.note("mark")
         return loss
 
     def parts(self, x: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:
