@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -204,11 +204,14 @@ def legal(program: Program) -> Program:
     return replace(program, features=tuple(kept))
 
 
-def _row(chance: random.Random, program: Program, length: int, depth: int) -> tuple[Node, ...]:
+def _row(
+    chance: random.Random, program: Program, length: int, depth: int, without: Collection[str] = ()
+) -> tuple[Node, ...]:
     names = [
         name
         for name, each in KINDS.items()
         if program.family[0] in each.families
+        and name not in without
         and (depth or not each.inner)
         and (program.way != "pipeline" or name in PIPED)
         and not (program.has("bf16-mixed") and name in REUSING)
@@ -223,7 +226,10 @@ def _row(chance: random.Random, program: Program, length: int, depth: int) -> tu
             name = "linear"
         inner = KINDS[name].inner
         count = 0 if not inner else 2 if inner == 2 else 1 if name in HOOKS else chance.randint(1, 3)
-        nodes.append(Node(name, _row(chance, program, count, depth - 1) if count else ()))
+        # Documented: torch's checkpoint sets back torch's generator alone, so it repeats with other numbers of these. A plan
+        # for a module inside of it repeats with those of the forward.
+        within = DRAWING["python"] | DRAWING["numpy"] if name == "checkpointed" and program.has("unnamed") else without
+        nodes.append(Node(name, _row(chance, program, count, depth - 1, within) if count else ()))
     return tuple(nodes)
 
 
