@@ -257,6 +257,7 @@ class Library:
         self.program, self.recomputed, self.callbacks = program, 0, []
         self.limit_bytes, self.wanted_bytes = limit_bytes, 0
         self.over: list[Over] = []
+        self._plan: Any = None  # that the running step has gone through
         self._phases: Any = None  # of the step measured last
 
     def wrap(self, net: Net) -> None:
@@ -276,6 +277,10 @@ class Library:
         plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
         self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
 
+    def note_plan(self) -> None:
+        """Note the plan of a step that is past its forward: at its end there may be another one already."""
+        self._plan = self.callbacks[-1]._planner.plan if self.callbacks else None
+
     def follow(self, number: int) -> None:
         """Compare the peak of a whole step with the limit, if it was measured."""
         if self.program.limit is None or not self.callbacks:
@@ -283,12 +288,12 @@ class Library:
         planner = self.callbacks[-1]._planner
         for each in self.over:
             if each.answer == "unknown" and number == each.step + 1:
-                each.answer = "none" if planner.plan is each.plan else "another plan"
+                each.answer = "none" if self._plan is each.plan else "another plan"
         watch, limit_bytes = planner.watch, planner.limit.size_bytes
-        is_new = bool(watch.phases) and watch.phases is not self._phases
+        is_new = bool(watch.phases) and watch.phases is not self._phases and watch.is_exact
         self._phases = watch.phases
         if is_new and number and watch.peak_bytes > limit_bytes > 0:
-            self.over.append(Over(number, watch.peak_bytes, limit_bytes, planner.plan, "unknown"))
+            self.over.append(Over(number, watch.peak_bytes, limit_bytes, self._plan, "unknown"))
 
     def chosen(self, profile: Profile, budget: Budget, reserved_bytes: int = 0) -> int:
         """The limit."""
@@ -379,6 +384,10 @@ class Watcher(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, net: Net, batch: Any, batch_idx: int) -> None:
         before_step(net, batch_idx, self.seen)
+
+    def on_after_backward(self, trainer: L.Trainer, net: Net) -> None:
+        if self.library is not None:
+            self.library.note_plan()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, net: Net, optimizer: Any) -> None:
         if net.automatic_optimization:
@@ -579,12 +588,21 @@ def _note_outputs(notes: list[Any], module: nn.Module, x: Any, y: Any) -> None:
         notes.append(y.detach().float().sum())
 
 
-def run(program: Program, *, with_library: bool, remote: bool = False, limit_bytes: int | None = None) -> Run:
-    """Train a program, within a limit that follows from what is measured if none is given."""
+def run(
+    program: Program, *, with_library: bool, remote: bool = False, limit_bytes: int | None = None, closely: bool = False
+) -> Run:
+    """Train a program, within a limit that follows from what is measured if none is given.
+
+    ``closely`` marks the model before and behind each call of a module.
+    """
     done = Run(Seen(remote=remote, marking=not with_library))
     library = Library(program, limit_bytes) if with_library else None
     place = tempfile.TemporaryDirectory() if program.has("resume") else nullcontext("")
-    with surroundings(program, done.seen) as caught, place as folder:
+    with surroundings(program, done.seen) as caught, place as folder, ExitStack() as hooks:
+        if closely:
+            module = nn.modules.module
+            for register in (module.register_module_forward_pre_hook, module.register_module_forward_hook):
+                hooks.callback(register(lambda *_: done.seen.note("mark")).remove)
         try:
             session(program, done.seen, library, folder)
         except Exception as error:
@@ -630,7 +648,11 @@ def judge(program: Program) -> Verdict:
         return judge_pipeline(program)
     if program.way == "processes":
         return judge_processes(program)
-    return within_a_limit(program, run(program, with_library=False))
+    verdict = within_a_limit(program, run(program, with_library=False))
+    if verdict.kind != "refused and changed":
+        return verdict
+    # An error may stop a step in the middle of a forward. What plain training passes through there takes long to note.
+    return within_a_limit(program, run(program, with_library=False, closely=True))
 
 
 _MOST_ATTEMPTS = 3

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -122,6 +122,8 @@ EXCLUSIVE = [
 ]
 REUSING = {"again", "tied", "twice", "two_names", "random_depth"}
 SPARSE = {"sparse_embedding"}
+# Each process goes a way of its own there, so that one sends what the other does not expect: plain training hangs, too.
+ROUTED = {"routed", "experts", "stochastic_depth"}
 # Which global generator a kind of layer draws from.
 DRAWING = {
     "torch": {
@@ -202,16 +204,19 @@ def legal(program: Program) -> Program:
     return replace(program, features=tuple(kept))
 
 
-def _row(chance: random.Random, program: Program, length: int, depth: int) -> tuple[Node, ...]:
+def _row(
+    chance: random.Random, program: Program, length: int, depth: int, without: Collection[str] = ()
+) -> tuple[Node, ...]:
     names = [
         name
         for name, each in KINDS.items()
         if program.family[0] in each.families
+        and name not in without
         and (depth or not each.inner)
         and (program.way != "pipeline" or name in PIPED)
         and not (program.has("bf16-mixed") and name in REUSING)
         and not (name in SENDERS and program.way != "processes")
-        and not (name in SPARSE and program.way == "processes")
+        and not (name in SPARSE | ROUTED and program.way == "processes")
         and not (name in SPARSE and program.has("clip", "lbfgs", "two_optimizers", "retain", "accumulate", "penalty"))
     ]
     nodes: list[Node] = []
@@ -221,7 +226,10 @@ def _row(chance: random.Random, program: Program, length: int, depth: int) -> tu
             name = "linear"
         inner = KINDS[name].inner
         count = 0 if not inner else 2 if inner == 2 else 1 if name in HOOKS else chance.randint(1, 3)
-        nodes.append(Node(name, _row(chance, program, count, depth - 1) if count else ()))
+        # Documented: torch's checkpoint sets back torch's generator alone, so it repeats with other numbers of these. A plan
+        # for a module inside of it repeats with those of the forward.
+        within = DRAWING["python"] | DRAWING["numpy"] if name == "checkpointed" and program.has("unnamed") else without
+        nodes.append(Node(name, _row(chance, program, count, depth - 1, within) if count else ()))
     return tuple(nodes)
 
 
@@ -397,6 +405,7 @@ class Net(L.LightningModule):
         if program.has("change_early"):  # as behind a ``with`` around the forward
             for change in self.changes:
                 change(batch_idx + 5)
+        self.note("mark")
         return loss
 
     def parts(self, x: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:

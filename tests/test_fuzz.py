@@ -133,3 +133,12 @@ def test_a_program_is_its_text() -> None:
     for number in range(100):
         program = draw(SEED, number)
         assert parse(repr(program)) == program == draw(SEED, number)
+
+
+def test_a_last_step_beyond_the_limit_is_told() -> None:
+    """With two batches to a step of the optimizer, and no more of them, no step follows that could take less."""
+    body = "body=(tagged, tanh), way='callback', features=('accumulate', 'log', 'stem', 'fused'), batch=3, seed=253"
+    verdict = judge(parse(f"Program({body})"))
+    assert verdict.kind == "equal"
+    assert not verdict.over
+    assert any("the last step of this training has taken" in each for each in verdict.warnings)

@@ -69,7 +69,7 @@ class Call:
                 raise ModelError(
                     f"the forward of {type(self.module).__name__} takes {type(leaf).__name__} as "
                     f"{self._paths()[number]}: expected tensors and plain values, or tuples, lists, "
-                    "dicts, dataclasses and attrs objects of them (register others with torch.utils._pytree)"
+                    "dicts, dataclasses and plain objects of them (register others with torch.utils._pytree)"
                 )
 
     def _paths(self) -> list[str]:

@@ -86,7 +86,7 @@ class _Operation:
         target: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run: Callable[[], Any],
+        run: partial[Any],
         origin: str,
         *,
         is_torchs: bool,
@@ -345,8 +345,13 @@ class Recorder(TorchFunctionMode):
             versions = list(map(version_of, read))
             self._require_same_generators()
             self._writer.values.saving.clear()
+            given = operation.run.args, operation.run.keywords
+            containers_changed = None if operation.is_torchs else watch_containers(given)
             with self._watching(operation) as seen:
                 result = operation.run()
+            # In a graph it gets containers of its own, so that the code around it would miss what it wrote.
+            if containers_changed is not None and containers_changed():
+                raise UntraceableError("it changes a container that it is called with: let it return a new one")
             if encoded is None:
                 if not tensors_in(result):
                     # torch.set_grad_enabled and the like.

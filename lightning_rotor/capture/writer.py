@@ -24,6 +24,7 @@ from lightning_rotor.private.python_names import raises_otherwise
 from lightning_rotor.private.values import (
     attributes_of,
     flatten,
+    is_plain_container,
     tensors_in,
     tree_flatten,
     tree_leaves,
@@ -249,7 +250,7 @@ class GraphWriter:
             if not isinstance(leaf, torch.Tensor) and not _is_plain(leaf):
                 raise UntraceableError(
                     f"it returns {type(leaf).__name__}, which may hold tensors where nobody can see them: "
-                    "return tensors and plain values, or tuples, lists, dicts, dataclasses and attrs objects of "
+                    "return tensors and plain values, or tuples, lists, dicts, dataclasses and plain objects of "
                     "them (call a model of transformers with use_cache=False; register others with torch.utils._pytree)"
                 )
         return self.encode(output, exact=True)
@@ -264,7 +265,7 @@ class GraphWriter:
         if type(value) is dict:
             entries, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
             keys = list(value)
-        elif isinstance(value, (tuple, list)):
+        elif is_plain_container(value):
             entries, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
             keys = range(len(entries))
         else:

@@ -266,7 +266,7 @@ def _take_dry_steps(
     modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
     in_mode = nullcontext(modes[0]) if modes else private.fake_mode(allow_fallback_kernels=False)
-    state_bytes = None
+    state_bytes: int | None = None
 
     def take_steps() -> _DrySteps:
         nonlocal state_bytes

@@ -101,6 +101,10 @@ class StepPlanner(BudgetSource):
         # Measured steps beyond the limit, of calls that share it; and steps that new sizes kept from being measured.
         self._excesses_in_a_row = 0
         self._interrupted_in_a_row = 0
+        # Peak of the step before, if that has taken more than the limit and was not the first: a smaller plan, or an
+        # error, comes with the next one.
+        self._unanswered_bytes = 0
+        self._is_first_batch = True
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
         try:
@@ -206,9 +210,11 @@ class StepPlanner(BudgetSource):
             if self.plan is None:
                 self._compare_without_a_plan(step)
         self._tell()
+        self._unanswered_bytes = 0
         if step is not None and self.plan is not None:
             self._learn_from(step, shows_modules=shows_modules)
         self._step = None
+        self._is_first_batch = False
         if self.state is not State.WATCHING or self.watch.due:
             return False
         self._become(Event.WATCHED)
@@ -244,6 +250,9 @@ class StepPlanner(BudgetSource):
         self._interrupted_in_a_row = self._interrupted_in_a_row + 1 if was_interrupted else 0
         if self._interrupted_in_a_row >= _MOST_IN_A_ROW:
             self._judge_by_prediction()
+        peak_bytes = self.watch.peak_bytes
+        if is_measured and not self._is_first_batch and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
+            self._unanswered_bytes = peak_bytes
 
     def _judge_by_prediction(self) -> None:
         """Judge by predicted peaks where sizes that must be measured come in every step, so that none is watched."""
@@ -388,6 +397,13 @@ class StepPlanner(BudgetSource):
         self.save()
         self.modules.end()
         self._step = None
+        if self._unanswered_bytes and not self.limit.beyond:
+            self.loop.warn(
+                f"the last step of this training has taken {format_bytes(self._unanswered_bytes)}, more than mem_limit "
+                f"{format_bytes(self.limit.size_bytes)}: expected another step, which would have run under a smaller "
+                "plan or ended training with BudgetError. Raise mem_limit, or train on"
+            )
+            self._unanswered_bytes = 0
 
     # ---------------------------------------------------------------- questions of planned modules
 

@@ -56,13 +56,13 @@ __all__ = [
 
 
 @contextmanager
-def fake_mode(**settings: bool) -> Iterator[FakeTensorMode]:
+def fake_mode(*, allow_fallback_kernels: bool = True) -> Iterator[FakeTensorMode]:
     """Context with a mode whose tensors have no values, which lets go of the user's tensors at its end.
 
     The mode keeps a weak reference to each tensor that it has met, and lives on in reference cycles until Python collects
     them. As long as there is one, torch cannot move a parameter of a tensor subclass (``swap_tensors`` refuses).
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, **settings)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=allow_fallback_kernels)
     try:
         yield mode
     finally:

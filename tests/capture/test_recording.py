@@ -365,6 +365,10 @@ def test_a_leaf_may_return_a_dataclass_that_nobody_has_seen() -> None:
 
 
 class Holder:
+    """Has no namespace that shows what it holds."""
+
+    __slots__ = ("x",)
+
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
 
