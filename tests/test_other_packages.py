@@ -173,6 +173,34 @@ class Followed(L.Callback):
             self.peaks[trainer.global_step] = self._rotor.measured_peak_bytes
 
 
+class Scaled(Noisy):
+    """Computes with gradients in front of the network, too little to be planned: what it saves stays until its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        windows = rows.unfold(1, 64, 16).reshape(-1, 64)
+        for _ in range(4):
+            windows = (windows * self.scale).tanh()
+        return self.net(windows).square().mean()
+
+
+def test_what_is_saved_in_front_of_the_first_call_is_there_in_the_backward_of_the_second_step(tmp_path: Path) -> None:
+    rows = [torch.randn(6 * 64, 256, generator=torch.Generator().manual_seed(1))]
+    room = RotorCallback("1GiB", show_table=False)
+    train(Scaled, rows, tmp_path, callback=room, batch_size=64)
+    assert room.measured_peak_bytes is not None
+    callback = RotorCallback(int(0.8 * room.measured_peak_bytes), show_table=False)
+    followed = Followed(callback)
+    train(Scaled, rows, tmp_path, callback=callback, batch_size=64, callbacks=[followed])
+    later = [peak for steps, peak in followed.peaks.items() if steps > 1]
+    assert later[0] > 0.8 * callback.budget_bytes
+    assert max(later) <= callback.budget_bytes
+
+
 class Head(nn.Module):
     """Called, but no chain of several stages."""
 

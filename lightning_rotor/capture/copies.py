@@ -201,9 +201,11 @@ def contents_of(container: Any) -> tuple[Any, ...]:
 
 
 def _state_of(value: Any) -> Any:
-    """Version of a tensor, length of a long list, bytes of an array, state of a generator; None for all else."""
+    """Version of a tensor that does not learn, length of a long list, bytes of an array, state of a generator; None for all else."""
     # An object may refuse to be asked for its class.
     kind = type(value)
+    if issubclass(kind, nn.Parameter):
+        return "learns"  # in every step, and recordings that ask for its values are refused
     if issubclass(kind, torch.Tensor):
         return version_of(value)
     if issubclass(kind, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:

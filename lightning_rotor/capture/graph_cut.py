@@ -64,13 +64,13 @@ class GraphCut:
         """Numbers of modules that are inputs."""
         return [(owner, name) for owner, name in self.guards.attributes if type(vars(owner).get(name)) in (int, float)]
 
-    def renewed_by(self, recording: Recording, call: Call, watch: Watch) -> bool:
+    def renewed_by(self, recording: Recording, call: Call) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
         if not self.guards.fit(call) or not self.recording.runs_the_same(recording):
             return False
         # The older graph and its stages stay, with all plans for them. What was asked is known for more sizes now.
         self.recording.guards.include(recording.guards)
-        self.guards.watch = watch
+        self.guards.watch = _watch(recording, call.attributes, self.guards.watch.idle(recording.notes))
         return True
 
     def opaque_share(self) -> float:
@@ -126,12 +126,13 @@ def cut_graph(
         newest.fixed.update(numbers)
         return cut_graph(module, args, kwargs, known=known, afresh=afresh)
     assert opaque is not None
-    watch, anew = _watch(recording, call.attributes), _why_anew(similar, recording)
+    anew = _why_anew(similar, recording)
     for cut in reversed(known):
-        if cut.renewed_by(recording, call, watch):
+        if cut.renewed_by(recording, call):
             cut.anew = anew
             return cut
     stages = tuple(stages_of(recording))
+    watch = _watch(recording, call.attributes)
     guards = CallGuards(call, watch, recording.guards, reads=wiring_of(stages).wire.reads)
     return GraphCut(stages, opaque, names, recording, guards, newest.fixed if newest else set(), anew=anew)
 
@@ -147,8 +148,8 @@ def _why_anew(similar: Sequence[GraphCut], recording: Recording) -> str:
     return f"it goes another way {line_of(differing[-1])}" if differing else ""
 
 
-def _watch(recording: Recording, inputs: Collection[Slot]) -> Watch:
+def _watch(recording: Recording, inputs: Collection[Slot], idle: Collection[Slot] = ()) -> Watch:
     """A watch of all that must stay: the modules whose code was recorded, and what it read outside of them."""
     inside = recording.run_as_they_are
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
-    return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs)
+    return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs, idle=idle)

@@ -10,6 +10,8 @@ from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from lightning_rotor.capture.copies import Copies, Same
 from lightning_rotor.stages.holders import CLASS_ENTRIES, ENTRIES, OWN_THREAD, Kind
 from lightning_rotor.stages.snapshot import Snapshot
@@ -61,6 +63,9 @@ class Notes:
 
     Attributes:
         names: Names that the recorded code mentions.
+        names_all: The code computes names, so that it could mean any.
+        names_of_others: Names of attributes in it of anything but the first argument of a function.
+        entered: Modules whose methods have run.
     """
 
     def __init__(self) -> None:
@@ -68,6 +73,9 @@ class Notes:
         # What the quick comparison needs, once the slow one has found no change.
         self._copies: Copies | None = None
         self.names: Set[str] = frozenset()
+        self.names_all = False
+        self.names_of_others: Set[str] = frozenset()
+        self.entered: Set[nn.Module] = frozenset()
         # Namespaces in which there must be no other of these names, or of those that are looked up there.
         self._namespaces: dict[int, Any] = {}
         self._looked_up: dict[int, tuple[dict[str, Any], set[str]]] = {}

@@ -94,14 +94,14 @@ class Reach:
         # Value, path, where, level.
         self._pending: list[tuple[Any, str, str, int]] = []
         self._is_following = False
-        notes.names = self._names
+        notes.names, notes.entered = self._names, self._looked_into
 
     def learn(self, names: frozenset[str], *, wholly: bool) -> None:
         """Note names that code mentions, ``wholly`` if it could name anything."""
         new = names - self._names
         self._names |= new
         if wholly and not self._wholly:
-            self._wholly = True
+            self._wholly = self._notes.names_all = True
             objects = [holder for holder in self._holders if holder.is_object]
             for holder in objects:
                 self._look(holder, holder.names())

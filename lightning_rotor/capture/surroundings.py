@@ -82,6 +82,7 @@ class Surroundings:
         self._read_codes: set[tuple[CodeType, type]] = set()
         self._read_functions: set[FunctionType] = set()
         self._read_of_others: set[str] = set()
+        self.notes.names_of_others = self._read_of_others
 
     def note_layers(self, layers: Iterable[nn.Module]) -> None:
         """Note what code around them has read of layers that run as they are, besides calling them."""

@@ -28,19 +28,22 @@ class MeasuredStep:
         peak_bytes: Of the process until the optimizer's step.
         foresight: Tells the peaks of a step like this one, or returns None if it cannot. Asked for only where it is
             needed, as it simulates.
+        overstates: What is foreseen of the step beyond its peak is taken off for other plans, too: bounds of messages
+            are beyond it under every plan. A stage whose costs are too high is so while it sets the peak, and another
+            plan peaks elsewhere.
     """
 
     plan: Plan
     peak_bytes: int
     foresight: Callable[[], Foresight | None]
+    overstates: bool = True
 
     def peak_under(self, other: Plan) -> int:
         """Peak of the process in a step like this one under another plan for the chain; 0 if it cannot tell."""
         foresee = self.foresight()
         if foresee is None:
             return 0
-        # What a chain's costs overstate (bounds of messages), they overstate under every plan.
-        overstated_bytes = max(foresee(self.plan) - self.peak_bytes, 0)
+        overstated_bytes = max(foresee(self.plan) - self.peak_bytes, 0) if self.overstates else 0
         return foresee(other) - overstated_bytes
 
 

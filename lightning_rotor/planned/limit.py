@@ -245,7 +245,13 @@ class StepLimit:
         for plan in {id(plan): plan for plan in plans}.values():
             self.corrections.search_for(plan.chain)
             uncorrected = self._resident_beside(plan.chain, modules.all, step).budget(self.size_bytes)
-            measured = MeasuredStep(plan, measured_bytes, foresight_of(plan, uncorrected.reserved_bytes))
+            measured = MeasuredStep(
+                plan,
+                measured_bytes,
+                foresight_of(plan, uncorrected.reserved_bytes),
+                # Where the limit was exceeded, what is foreseen too high must not lead to the least plan at once.
+                overstates=exceeds or self._loop.processes > 1,
+            )
             # Also where this plan stays: another may follow from the seconds of its calls.
             self.corrections.note(measured)
             can_grow = may_grow and bool(plan.recomputed)

@@ -336,7 +336,9 @@ class ModulePlans:
         if may_solve:
             with suppress(BudgetError):
                 solved = self._solve(costs.profile, self.budget(costs.profile))
-                best = best if solved.schedule == fastest.schedule else solved
+                # With what measured steps foretell, it may have less room than the plan of now.
+                if solved.schedule != fastest.schedule and solved.overhead < best.overhead:
+                    best = solved
         _log.info(
             "A plan was to take %.1f %% more than plain steps, and takes %.1f %%: the next one is to take %.1f %%",
             100 * plan.overhead,

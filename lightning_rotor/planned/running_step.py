@@ -163,12 +163,16 @@ class Step:
             before_bytes: All that the step has made by then and still holds, as its dry run has counted it.
         """
         of_batch = sizes_by_address(self.batch)
+        inputs = [*tensors]
         input_bytes = 0
-        for address, size_bytes in sizes_by_address(tensors).items():
+        for address, size_bytes in sizes_by_address(inputs).items():
             if address not in of_batch:
                 input_bytes += size_bytes
-        self._more_backward_bytes += input_bytes
-        self._more_forward_bytes += max(input_bytes, before_bytes)
+        made_bytes = max(input_bytes, before_bytes)
+        self._more_forward_bytes += made_bytes
+        # Where a graph leads to the input, most of what was made belongs to it. Else it goes with the step's variables.
+        has_graph = any(tensor.grad_fn is not None for tensor in inputs)
+        self._more_backward_bytes += made_bytes if has_graph else input_bytes
 
     def note_state(self, state_bytes: int) -> None:
         """The state of optimizers is known, now that they have stepped."""
