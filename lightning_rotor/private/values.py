@@ -1,133 +1,50 @@
-"""Nestings of tuples, lists, dicts, dataclasses, attrs classes and registered containers.
+"""Tensors in what user code takes and gives, and the memory under them as torch asked for it.
 
-``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and
-``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
+A tensor may be made of others (DTensor, quantized weights, nested tensors), sparse, or without values. Bytes, addresses
+and versions are those of the plain tensors inside, and this is the one place that takes tensors apart.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
-from torch.utils._pytree import (
-    SUPPORTED_NODES,
-    GetAttrKey,
-    SequenceKey,
+
+from lightning_rotor.errors import SampleError
+from lightning_rotor.private.fake_tensors import FakeTensor
+from lightning_rotor.private.nestings import (
     TreeSpec,
+    attribute_of,
+    flatten,
     keystr,
-    register_pytree_node,
+    leaves_by_path,
     tree_flatten,
-    tree_flatten_with_path,
     tree_leaves,
     tree_map,
     tree_map_only,
     tree_structure,
     tree_unflatten,
+    watch_containers,
 )
-
-from lightning_rotor.errors import SampleError
-from lightning_rotor.private.torch_names import FakeTensor, identity_of, is_traceable_wrapper_subclass, sparse_parts
+from lightning_rotor.private.tensor_facts import identity_of, is_traceable_wrapper_subclass, sparse_parts
 from lightning_rotor.units import in_blocks
 
+# Nearly whoever asks for tensors takes nestings apart as well.
 __all__ = [
     "TreeSpec",
+    "attribute_of",
+    "flatten",
     "keystr",
+    "leaves_by_path",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
     "tree_structure",
     "tree_unflatten",
+    "watch_containers",
 ]
-
-
-# --------------------- Containers that torch's pytree does not know by itself, and what user code does with containers.
-
-
-def attribute_of(owner: Any, name: str, default: Any = None) -> Any:
-    """An attribute that an object or its class has by itself. A ``__getattr__`` of the user's may raise anything."""
-    try:
-        return object.__getattribute__(owner, name)
-    except Exception:  # a property of the user's, too
-        return default
-
-
-def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """``tree_flatten`` that also looks into dataclasses and attrs objects: it registers their classes."""
-    leaves, spec = tree_flatten(value)
-    records = [
-        kind
-        for kind in set(map(type, leaves))
-        if (is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")) and not issubclass(kind, torch.nn.Module)
-    ]
-    for kind in records:
-        register_pytree_node(kind, _taken_apart, _put_together, flatten_with_keys_fn=_named)
-    return flatten(value) if records else (leaves, spec)
-
-
-_MISSING = object()
-
-
-def _taken_apart(record: Any) -> tuple[list[Any], Any]:
-    """The values of an object's fields, and of what else was set; and what makes such an object of them again."""
-    declared = fields(record) if is_dataclass(record) else type(record).__attrs_attrs__
-    names = dict.fromkeys((*(field.name for field in declared), *attribute_of(record, "__dict__", ())))
-    found = {name: attribute_of(record, name, _MISSING) for name in names}
-    found = {name: value for name, value in found.items() if value is not _MISSING}
-    return list(found.values()), (type(record), tuple(found))
-
-
-def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    values, (kind, names) = _taken_apart(record)
-    return [(GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], (kind, names)
-
-
-def leaves_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Each leaf and the way to it. Parts of containers that were registered without names for them are numbered."""
-    found, _ = tree_flatten_with_path(value, is_leaf=_is_nameless)
-    for way, leaf in found:
-        if not _is_nameless(leaf):
-            yield (*path, *way), leaf
-            continue
-        parts, _ = SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
-        for number, part in enumerate(parts):
-            yield from leaves_by_path(part, (*path, *way, SequenceKey(number)))
-
-
-def _is_nameless(value: Any) -> bool:
-    """True of a container of whose parts torch's pytree knows no names."""
-    node = SUPPORTED_NODES.get(type(value))
-    return node is not None and node.flatten_with_keys_fn is None
-
-
-def _put_together(values: Iterable[Any], context: Any) -> Any:
-    """An object with these attributes. Its class is not asked: ``__post_init__`` might make other ones."""
-    kind, names = context
-    record = object.__new__(kind)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(record, name, value)
-    return record
-
-
-def watch_containers(value: Any) -> Callable[[], bool]:
-    """A function that says whether containers in a value hold anything else than now. It keeps no tensor alive."""
-    leaves, spec = tree_flatten(value)
-    before = [ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    del leaves
-
-    def changed() -> bool:
-        now, structure = tree_flatten(value)
-        return structure != spec or any(
-            (was() if type(was) is ref else was) is not leaf for was, leaf in zip(before, now, strict=True)
-        )
-
-    return changed
-
-
-# -------------------------- Tensors in what user code takes and gives, and the memory under them as torch asked for it.
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -144,14 +61,21 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
 def watch_attributes(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
     """A function that says whether tensors have other attributes than now. It keeps none alive."""
     before = [(attributes, dict(attributes)) for attributes in map(attributes_of, tensors)]
-    return lambda: any(
-        now.keys() != then.keys() or not all(map(is_, now.values(), then.values())) for now, then in before
-    )
+
+    def changed() -> bool:
+        for now, then in before:
+            # By identity: users' objects may compare as they like.
+            if now.keys() != then.keys() or not all(map(is_, now.values(), then.values())):
+                return True
+        return False
+
+    return changed
 
 
 def like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The tensor, made of ``source``, with the attributes of that."""
-    if attributes := attributes_of(source):
+    attributes = attributes_of(source)
+    if attributes:
         vars(tensor).update(attributes)
     return tensor
 
@@ -173,8 +97,10 @@ def is_made_of_others(tensor: Any) -> bool:
 
 def plain_parts(tensor: Any) -> list[torch.Tensor]:
     """The dense tensors that a tensor is made of, which have its memory; mostly the tensor itself."""
-    if is_made_of_others(tensor):  # a DTensor lists its mesh as well
-        parts = [attribute_of(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if is_made_of_others(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [attribute_of(tensor, name) for name in names]
+        # A DTensor lists its mesh as well.
         parts = [part for part in parts if isinstance(part, torch.Tensor)]
     elif tensor.layout is torch.sparse_coo:
         parts = list(sparse_parts(tensor))
@@ -184,12 +110,14 @@ def plain_parts(tensor: Any) -> list[torch.Tensor]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         return [tensor]
-    return [each for part in parts for each in plain_parts(part)]
+    return [plain for part in parts for plain in plain_parts(part)]
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, those of this process where it is spread over several."""
-    return sum(part.nbytes for part in plain_parts(tensor)) if is_made_of_others(tensor) else tensor.nbytes
+    if not is_made_of_others(tensor):
+        return tensor.nbytes
+    return sum(part.nbytes for part in plain_parts(tensor))
 
 
 def storage_bytes_of(tensor: torch.Tensor) -> int:
@@ -219,8 +147,12 @@ def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
 
 def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """The distinct storages under some dense tensors, and how many bytes torch asked for."""
-    parts = [part for tensor in tensors for part in (plain_parts(tensor) if is_made_of_others(tensor) else [tensor])]
-    return {address_of(part): part.untyped_storage().nbytes() for part in parts}
+    sizes = {}
+    for tensor in tensors:
+        parts = plain_parts(tensor) if is_made_of_others(tensor) else [tensor]
+        for part in parts:
+            sizes[address_of(part)] = part.untyped_storage().nbytes()
+    return sizes
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -232,8 +164,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if is_fake(left) or is_fake(right):
         return True
     if is_made_of_others(left) or is_made_of_others(right):
-        parts = plain_parts(left), plain_parts(right)
-        return type(left) is type(right) and len(parts[0]) == len(parts[1]) and all(map(same_bits, *parts))
+        left_parts, right_parts = plain_parts(left), plain_parts(right)
+        if type(left) is not type(right) or len(left_parts) != len(right_parts):
+            return False
+        return all(map(same_bits, left_parts, right_parts))
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())
 
@@ -246,7 +180,8 @@ def require_tensors(value: Any) -> None:
             f"the input is {type(value).__name__} and holds no tensor: expected a tensor, or tensors in "
             "tuples, lists, dicts or dataclasses"
         )
-    if layout := other_layout(tensors):
+    layout = other_layout(tensors)
+    if layout:
         raise SampleError(
             f"the input holds a tensor of layout {layout}: expected dense ones, as the memory of others cannot be "
             "followed. Name a submodule that takes dense tensors, or give it their parts (indices, values, offsets)"
@@ -255,8 +190,12 @@ def require_tensors(value: Any) -> None:
 
 def other_layout(tensors: Iterable[torch.Tensor]) -> str:
     """The layout of the first tensor that is not dense; empty if all are."""
-    layouts = ("torch.nested" if tensor.is_nested else str(tensor.layout) for tensor in tensors)
-    return next((layout for layout in layouts if layout != "torch.strided"), "")
+    for tensor in tensors:
+        # Of a nested tensor, torch says "strided".
+        layout = "torch.nested" if tensor.is_nested else str(tensor.layout)
+        if layout != "torch.strided":
+            return layout
+    return ""
 
 
 def check_sample(sample: Any) -> None:
