@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable, Schedule, simulate
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.profiling.meters import await_autograd
+from lightning_rotor.profiling.cuda_recording import await_autograd
 
 GPU = torch.device("cuda", 0)
 SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -152,6 +152,7 @@ def _rows(name: str, autocast: bool, times: int) -> Iterator[str]:
     expected, _ = step(net, net, batch, autocast)
     for share in SHARES:
         limit = int(least + share * (most - least))
+        net.zero_grad()  # else the gradients of the step before count as there, for as long as a loop may keep them
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
             plan = planned.compute_sequence(limit)
         received, peak = step(net, planned, batch, autocast)

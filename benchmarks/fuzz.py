@@ -73,9 +73,9 @@ from lightning_rotor import (
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
-from lightning_rotor.profiling import Profile, meters
-from lightning_rotor.profiling import options as timing
-from lightning_rotor.profiling.meters import CpuMeter, Recording
+from lightning_rotor.profiling import Profile, meters, segment_seconds, stage_seconds
+from lightning_rotor.profiling.memory_recording import Recording
+from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
 
@@ -327,7 +327,7 @@ class Chance(Budget):
 class MarksAlone(Recording):
     """Measures no bytes, since torch's profiler takes most of the time. Good for schedules that do not look at bytes."""
 
-    def __init__(self, of_step: bool) -> None:
+    def __init__(self, **_: Any) -> None:
         super().__init__()
 
 
@@ -559,8 +559,12 @@ def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.Warning
         if program.way not in ("pipeline", "processes"):  # where processes meet, time goes by
             patches.enter_context(patch.object(CpuMeter, "now", lambda self: next(ticks)))
         if program.limit is None:
-            patches.enter_context(patch.object(meters, "_CpuRecording", MarksAlone))
-        once = ((timing, "_ALL_BYTES", 0), (timing, "_ROUNDS", 2), (timing, "_ENOUGH_SECONDS", 1e-9))
+            patches.enter_context(patch.object(meters, "CpuRecording", MarksAlone))
+        once = (
+            (segment_seconds, "_ALL_BYTES", 0),
+            (segment_seconds, "_ROUNDS", 2),
+            (stage_seconds, "_ENOUGH_SECONDS", 1e-9),
+        )
         for module, name, value in once:
             patches.enter_context(patch.object(module, name, value))
         try:
@@ -661,6 +665,12 @@ def compared(plainly: Run, planned: Run) -> Verdict:
     difference = first_difference(plainly.seen.events, seen.events, whole=error is None)
     if isinstance(error, RotorError) and plainly.error is not None and not seen.optimizer_steps:
         return Verdict("invalid", short(str(error)))
+    # A recomputation reads what its forward has read, so training may go on where autograd misses a value.
+    beyond = plainly.error is not None and len(seen.events) > len(plainly.seen.events)
+    if beyond and isinstance(error, (RotorError, type(plainly.error), type(None))):
+        until = first_difference(plainly.seen.events, seen.events[: len(plainly.seen.events)], whole=True)
+        if not until:
+            return Verdict("invalid", short(f"{type(plainly.error).__name__}: {plainly.error}"))
     if isinstance(error, RotorError):
         reason = f"{type(error).__name__}: {short(str(error))}"
         known = plainly.seen.marks

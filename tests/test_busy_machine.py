@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Interruptions
 
 SLEEP = 0.02
 
@@ -34,26 +33,6 @@ class Interrupted(nn.Module):
 
 
 CALLS = itertools.count()  # not put back after a run, as the state of a machine is not
-
-
-def test_a_wait_is_told_from_work() -> None:
-    watch = Interruptions(CpuMeter())
-    begin = time.thread_time()
-    while time.thread_time() - begin < 1e-4:
-        pass
-    time.sleep(SLEEP)
-    assert watch.any()
-    found = []
-    for _ in range(50):  # the machine itself may be busy
-        watch = Interruptions(CpuMeter())
-        begin = time.thread_time()
-        while time.thread_time() - begin < 1e-3:
-            pass
-        found.append(watch.any())
-    assert not all(found)
-    other = Interruptions(CudaMeter(torch.device("cuda")))
-    time.sleep(SLEEP)
-    assert not other.any()  # the host waits for a device anyway
 
 
 def test_interrupted_runs_are_no_costs() -> None:

@@ -618,7 +618,9 @@ def train_timed(
     monkeypatch.setattr(Stopwatch, "again_seconds", property(seconds))
     monkeypatch.setattr(Stopwatch, "step_seconds", 1e-9)  # no less than half of the profile's counts
     monkeypatch.setattr("lightning_rotor.planned.prepared._LEAST_PART", 1.0)
-    monkeypatch.setattr("lightning_rotor.profiling.options._UNWATCHED", 0.0)  # of a stopwatch that sees everything
+    monkeypatch.setattr(
+        "lightning_rotor.profiling.segment_seconds._UNWATCHED_SHARE", 0.0
+    )  # of a stopwatch that sees everything
     monkeypatch.setattr(Costs, "under", counted)
     plans = []
     for _ in range(16):

@@ -167,6 +167,8 @@ def test_an_operator_computes_what_the_cpu_does(name: str, half: bool, monkeypat
     expected, found = (outcome(case, input, torch.device(kind), half) for kind in ("cpu", "cuda"))
     assert [each.shape for each in found] == [each.shape for each in expected]
     tolerance = 0.06 if half else 1e-5  # the two kinds of device run other operators in bf16
+    if "Simulated" not in torch.cuda.get_device_name():
+        tolerance = 0.3 if half else 1e-3  # a real one has tensor cores, for attention in single precision, too
     for left, right in zip(found, expected, strict=True):
         scale = float(right.double().abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance * max(scale, 1.0), check_dtype=not half)

@@ -21,7 +21,7 @@ from lightning_rotor.execution.passes import is_checkpointing, is_recomputing
 from lightning_rotor.execution.segment import recomputed
 from lightning_rotor.execution.stopwatch import Stopwatch
 from lightning_rotor.profiling import Meter, Profile, profile_chain
-from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
+from lightning_rotor.profiling.segment_seconds import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
@@ -421,7 +421,7 @@ def test_segments_are_timed_around_what_runs_in_them_and_a_stopwatch_misses_a_sh
         clock.time += 5.0
         return recomputed(*args, **options)
 
-    monkeypatch.setattr("lightning_rotor.profiling.options.recomputed", slowly)
+    monkeypatch.setattr("lightning_rotor.profiling.segment_seconds.recomputed", slowly)
     # Each look at this clock takes a tick, also around the operations, which take the same in a segment.
     assert segment_seconds(torch.device("cpu"), cast("Meter", clock)) == 5.0
     chain = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4)).chain

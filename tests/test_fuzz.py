@@ -69,6 +69,16 @@ REGRESSIONS = {
     "quantized weights that move when training is over": (
         "body=(linear, quantized, linear), way='callback', style='traced', limit=2.0, features=('accumulate', 'uneven'), seed=418"
     ),
+    "quantized weights of a model that cannot be copied for a dry run": (
+        "body=(quantized, own_generator, method_tensor), way='callback', limit=None, features=('manual', 'bf16-true', 'unnamed'), width=6, seed=613"
+    ),
+    "quantized weights that learn, and move with their gradients": (
+        "body=(quantized, linear), way='callback', style='traced', limit=0.61, features=('accumulate', 'error', 'thaw'), seed=812"
+    ),
+    "a generator of the user's own beside a thread that draws": (
+        "body=(append_hook(layerdrop(prelu)), own_generator), features=('prefetch',), width=4, batch=3, seed=200"
+    ),
+    "a layer whose changing attribute has the name of a method that others call": "body=(linear, average, linear), style='traced', limit=0.0",
     "a metric in one of several planned modules": (
         "body=(layerdrop(residual(metric, linear), row(prelu, linear)), own_parameter, clone_mul_), way='callback', family='image', limit=1.0, "
         "features=('metric', 'stem', 'unnamed', 'foreach'), batch=3, seed=851"

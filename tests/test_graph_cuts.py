@@ -32,9 +32,8 @@ from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.chain import _identity
+from lightning_rotor.profiling.stage_identity import stage_identity
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.stages.sequential import sequential_stages
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
 
@@ -143,7 +142,7 @@ def test_equal_blocks_are_recognised() -> None:
     cut, compiled = cut_graph(torchvision.models.resnet101(), (torch.randn(IMAGES),)), CompiledModules()
 
     def identities(block: str) -> list[Any]:
-        return [_identity(stage, compiled) for stage in cut.stages if stage.name.startswith(f"{block}.")]
+        return [stage_identity(stage, compiled) for stage in cut.stages if stage.name.startswith(f"{block}.")]
 
     assert identities("layer3.1") == identities("layer3.22") != identities("layer3.0")
     assert [stage.name for stage in cut.stages][:3] == ["conv1", "bn1 … relu", "maxpool"]
@@ -156,23 +155,10 @@ def test_stages_that_do_something_else_between_the_same_places_are_not_equal() -
 
     x = torch.randn(64, 64, requires_grad=True)
     cut, compiled = cut_graph(Functions(), (x,)), CompiledModules()
-    tanh, sin, again = (_identity(stage, compiled) for stage in cut.stages[:3])
+    tanh, sin, again = (stage_identity(stage, compiled) for stage in cut.stages[:3])
     assert tanh == again != sin
     chain = Checkpointable(Functions()).measure((x,))
     assert [stage.keep.saved_output_bytes for stage in chain][:3] == [64 * 64 * 4, 0, 64 * 64 * 4]
-
-
-def test_stages_are_compared_by_what_their_attributes_hold() -> None:
-    class Layer(nn.Linear):
-        def __init__(self, **settings: Any) -> None:
-            super().__init__(4, 4)
-            self.settings = settings
-
-    layers = nn.Sequential(Layer(a=[1, 2.0]), Layer(a=[1, 2.0]), Layer(a=[1, 3.0]), Layer(a=[True, 2.0]))
-    one, same, *others = (_identity(stage, CompiledModules()) for stage in sequential_stages(layers))
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one not in others
 
 
 def test_cuts_are_between_any_two_operations_that_save_something() -> None:

@@ -217,6 +217,40 @@ def test_a_module_that_the_first_step_shows_keeps_the_limit_in_the_second(share:
     assert max(later) <= callback.budget_bytes
 
 
+class Tripled(Noisy):
+    """Makes three times what the network returns, in its loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        output = self.net(rows.unfold(1, 64, 16).reshape(-1, 64))
+        return torch.cat([output, output.exp(), output.cos()]).square().mean()
+
+
+class Forgetting(Followed):
+    """Plans anew without what measured steps have taught in one number, as for another peak than that plan's."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        planner = self._rotor._planner
+        if batch_idx == 4 and planner is not None:
+            (module,) = planner.modules
+            assert module.plans.plan is not None
+            planner.limit.corrections.search_for(module.plans.plan.chain).correction_bytes = 0
+            module.plans.cache.keep_only_plans(lambda plan: False)
+
+
+def test_a_plan_that_is_made_anew_keeps_the_limit_from_its_first_step_on(tmp_path: Path) -> None:
+    rows = [torch.randn(12 * 64, 256, generator=torch.Generator().manual_seed(1))]
+    room = RotorCallback("1GiB", show_table=False)
+    train(Tripled, rows, tmp_path, callback=room, batch_size=64)
+    assert room.measured_peak_bytes is not None
+    callback = RotorCallback(int(0.8 * room.measured_peak_bytes), show_table=False)
+    followed = Forgetting(callback)
+    train(Tripled, rows, tmp_path, callback=callback, batch_size=64, callbacks=[followed])
+    later = [peak for steps, peak in followed.peaks.items() if steps > 2]
+    assert later[-1] > 0.8 * callback.budget_bytes
+    assert max(later) <= callback.budget_bytes
+
+
 class EdgeNetwork(L.LightningModule):
     """One convolution three times, on another graph at each step."""
 

@@ -23,7 +23,6 @@ from lightning_rotor.execution.executor import Executor
 from lightning_rotor.planning import minimum_budget, plan
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
-from lightning_rotor.profiling.stage import Layout, layouts_from, memories_elsewhere
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
@@ -312,20 +311,6 @@ def test_slices_of_one_gradient_count_once_and_for_the_skip_that_is_needed_longe
     assert [skip.gradient_bytes[-1] for skip in branches] == [4 * size, 0, 0]
     # The first branch is given all of it, the others what is counted there already; the last one ends in the stage that joins them.
     assert [chain.stages[skip.born].skip_gradient_bytes for skip in branches] == [4 * size, 0, 0]
-
-
-def test_layouts_of_several_readers_share_memory_if_it_is_one_reader_that_leaves_it() -> None:
-    lying = Layout(torch.Size([2, 4]), (8, 1), 0, 64, torch.float32, torch.device("cpu"))
-    plain = replace(lying, stride=(4, 1), storage_bytes=32, is_plain=True)
-    beside = replace(lying, offset=4, counts_elsewhere=True)
-    both = dict(layouts_from({~0: (7, beside), 0: (7, lying)}))
-    assert both == {~0: replace(beside, counts_elsewhere=False), 0: lying}
-    assert not memories_elsewhere(tuple(both.items()))
-    assert dict(layouts_from({~0: (7, beside), 0: (8, lying)}))[~0] == beside
-    assert [memory.nbytes for memory in memories_elsewhere(layouts_from({~0: (7, beside)})).values()] == [64]
-    assert layouts_from({0: (7, plain), 1: (8, plain)}) == ()
-    of_a_sum = layouts_from({0: (7, plain), 1: (7, plain)})
-    assert [place for place, _ in of_a_sum] == [0, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- planning

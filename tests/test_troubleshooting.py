@@ -21,7 +21,7 @@ HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 
 # Functions that make messages, and where what they made is raised or warned of without being spelled out there.
 MAKERS = {
-    *("_complaints", "_complaints_about_structure", "shortage_message"),
+    *("_complaints", "stage_complaints", "structure_complaints", "shortage_message"),
     *("taken_apart", "what_is_left_out"),
 }
 HANDED_ON = {"profile_chain", "warn", "warn_once"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
@@ -34,12 +35,18 @@ def names_of_others(code: CodeType) -> frozenset[str]:
     names = set()
     for before, step in pairwise(steps):
         is_own = before.opname.startswith("LOAD_FAST") and before.argval in own
-        if step.opname == "LOAD_ATTR" and not is_own:
+        if step.opname == "LOAD_ATTR" and not is_own and not _is_of_a_call(step):
             names.add(str(step.argval))
     # Which of the strings are names, nobody knows. One too many costs a comparison.
     if "getattr" in code.co_names:
         names.update(_strings_in(code.co_consts))
     return frozenset(names)
+
+
+def _is_of_a_call(step: dis.Instruction) -> bool:
+    """True if an attribute is loaded to be called, as a method is, and by an instruction that loads others, too."""
+    # Before Python 3.12, methods have an instruction of their own, LOAD_METHOD.
+    return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
 
 
 _WHOLE = frozenset(("vars", "__dict__", "asdict", "astuple", "fields", "__getattribute__", "eval", "exec", "locals"))

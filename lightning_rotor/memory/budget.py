@@ -28,9 +28,13 @@ from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory import held
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
+from lightning_rotor.planning.outside import Foresight
 from lightning_rotor.planning.solver import cause_and_remedy
 from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import MemoryLimit, format_bytes
+
+# Plans that are foreseen to exceed, before one has to show it. Each is solved for.
+_MOST_FORESEEN = 3
 
 
 def limit_error(
@@ -67,6 +71,8 @@ class Budget:
         guessed_bytes: What of it is a guess, and not worth an error.
         is_provisional: It is small on purpose, since other calls share the step. That nothing fits is no error: the
             plan that takes least runs, until a plan for all calls follows.
+        foresight: Peak of the process in steps under a plan for this chain, as a measured step foretells it; None if
+            none was measured.
     """
 
     available_bytes: int
@@ -76,6 +82,7 @@ class Budget:
     reserved_for: str = ""
     guessed_bytes: int = 0
     is_provisional: bool = False
+    foresight: Foresight | None = None
     error: type[BudgetError] = BudgetError
 
     @property
@@ -91,11 +98,30 @@ class Budget:
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
         """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""
         try:
-            return self._plan(chain, self.available_bytes, slots)
+            fastest = self._plan(chain, self.available_bytes, slots)
         except BudgetError as error:
             if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
                 return self._plan(chain, error.minimum_bytes, slots)
             raise (self.refusal(error.minimum_bytes, error) if self.reserved_bytes else error) from None
+        return self._as_foreseen(fastest, slots)
+
+    def _as_foreseen(self, fastest: Plan, slots: int) -> Plan:
+        """The plan, or a smaller one if the step is foreseen to exceed the limit under it.
+
+        What was measured around a chain is one number for the whole of it, from the moment at which the plan of then
+        was at its peak. Another plan peaks at another moment.
+        """
+        chosen = fastest
+        for _ in range(_MOST_FORESEEN if self.foresight else 0):
+            assert self.foresight is not None
+            excess_bytes = self.foresight(chosen) - self.limit_bytes
+            if excess_bytes <= 0:
+                break
+            try:
+                chosen = self._plan(chosen.chain, chosen.peak_bytes - excess_bytes, slots)
+            except BudgetError:
+                break  # a measured step says whether the limit can be kept
+        return chosen
 
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
@@ -396,11 +422,3 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
             stacklevel=2,
         )
     return size_bytes
-
-
-def take_workspaces(device: torch.device) -> None:
-    """Let cuBLAS take the workspaces that it keeps for each thread: the forward's, and autograd's for a GPU."""
-    if device.type == "cuda":
-        with torch.enable_grad():
-            matrix = torch.ones(8, 8, device=device, requires_grad=True)
-            torch.autograd.grad((matrix @ matrix).sum(), matrix)

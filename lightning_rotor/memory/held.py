@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -264,7 +265,7 @@ def _take_dry_steps(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     modes = [parameter.fake_mode for parameter in parameters if isinstance(parameter, private.FakeTensor)]
     # An operator without a shape rule would run on real tensors otherwise.
-    mode = modes[0] if modes else private.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    in_mode = nullcontext(modes[0]) if modes else private.fake_mode(allow_fallback_kernels=False)
     state_bytes = None
 
     def take_steps() -> _DrySteps:
@@ -278,7 +279,7 @@ def _take_dry_steps(
         return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
 
     try:
-        with without_trace() as generators:
+        with in_mode as mode, without_trace() as generators:
             return run_dry(take_steps, generators)
     except Exception as error:  # whatever a step does that was written for real tensors
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)

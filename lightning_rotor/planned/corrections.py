@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
@@ -18,11 +19,37 @@ _MOST_CHAINS = 256
 _MOST_FORESEEN = 12
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A measured step, as far as it tells of steps to come under other plans.
+
+    Attributes:
+        plan: The step has run under it.
+        peak_bytes: Of the process until the optimizer's step.
+        foresight: Tells the peaks of a step like this one, or returns None if it cannot. Asked for only where it is
+            needed, as it simulates.
+    """
+
+    plan: Plan
+    peak_bytes: int
+    foresight: Callable[[], Foresight | None]
+
+    def peak_under(self, other: Plan) -> int:
+        """Peak of the process in a step like this one under another plan for the chain; 0 if it cannot tell."""
+        foresee = self.foresight()
+        if foresee is None:
+            return 0
+        # What a chain's costs overstate (bounds of messages), they overstate under every plan.
+        overstated_bytes = max(foresee(self.plan) - self.peak_bytes, 0)
+        return foresee(other) - overstated_bytes
+
+
 class Corrections:
     """The searches for budgets of all chains, by the chains' fingerprints; those used last are kept."""
 
     def __init__(self) -> None:
         self._searches: dict[str, BudgetSearch] = {}
+        self._measured: dict[str, MeasuredStep] = {}
 
     def __contains__(self, chain: Chain) -> bool:
         return chain.fingerprint in self._searches
@@ -60,37 +87,39 @@ class Corrections:
 
     # ---------------------------------------------------------------- a measured step
 
+    def note(self, step: MeasuredStep) -> None:
+        """Remember the last measured step of a chain."""
+        fingerprint = step.plan.chain.fingerprint
+        self._measured.pop(fingerprint, None)
+        self._measured[fingerprint] = step
+        if len(self._measured) > _MOST_CHAINS:
+            del self._measured[next(iter(self._measured))]
+
+    def foresight_for(self, chain: Chain) -> Foresight | None:
+        """Peaks of the process in steps under plans for a chain; None if no step of it was measured."""
+        measured = self._measured.get(chain.fingerprint)
+        return None if measured is None else measured.peak_under
+
     def correct(
-        self,
-        modules: PlannedModules,
-        plan: Plan,
-        measured_bytes: int,
-        *,
-        limit_bytes: int,
-        available_bytes: int,
-        foresight: Callable[[], Foresight | None],
+        self, modules: PlannedModules, measured: MeasuredStep, *, limit_bytes: int, available_bytes: int
     ) -> bool:
         """Replace a plan if a step has shown how to do better.
 
         Args:
             modules: Whose plans are replaced.
-            plan: The step has run under it.
-            measured_bytes: Peak of the process until the optimizer's step.
+            measured: The step.
             limit_bytes: For the process.
             available_bytes: What of it the chain could use if nothing had been learned.
-            foresight: Tells the peaks of a step like this one under other plans.
         Returns:
             False if the peak is above the limit, and no plan takes less.
         """
+        plan = measured.plan
         search = self.search_for(plan.chain)
-        exceeds = measured_bytes > limit_bytes
-        trial = Trial(plan.budget_bytes, plan.peak_bytes, measured_bytes)
+        exceeds = measured.peak_bytes > limit_bytes
+        trial = Trial(plan.budget_bytes, plan.peak_bytes, measured.peak_bytes)
         budget_bytes = search.next_budget(trial, limit_bytes)
-        foresee = foresight() if budget_bytes else None
-        if budget_bytes and foresee is not None:
-            # What a chain's costs overstate (bounds of messages), they overstate under every plan.
-            overstated_bytes = max(foresee(plan) - measured_bytes, 0)
-            foreseen_bytes = _foreseen_budget(limit_bytes + overstated_bytes, plan, budget_bytes, foresee)
+        if budget_bytes and measured.foresight() is not None:
+            foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
             may_use = exceeds or foreseen_bytes > plan.budget_bytes
             budget_bytes = foreseen_bytes if may_use else None
         if exceeds:
@@ -106,14 +135,15 @@ def _size_of(chain: Chain) -> int:
     return max(chain.kept_bytes, 1)
 
 
-def _foreseen_budget(limit_bytes: int, plan: Plan, budget_bytes: int, foresee: Foresight) -> int:
-    """A budget of at most so many bytes for a plan's chain whose plan is foreseen to keep the limit; 0 if none is."""
+def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int) -> int:
+    """A budget of at most so many bytes for a step's chain whose plan is foreseen to keep the limit; 0 if none is."""
+    plan = measured.plan
     for _ in range(_MOST_FORESEEN):
         try:
             candidate = solve(plan.chain, max(budget_bytes, 1), slots=plan.slots, **plan.conditions)
         except BudgetError:
             return 0
-        excess_bytes = foresee(candidate) - limit_bytes
+        excess_bytes = measured.peak_under(candidate) - limit_bytes
         if excess_bytes <= 0:
             return budget_bytes
         budget_bytes = candidate.peak_bytes - excess_bytes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -35,7 +34,7 @@ from lightning_rotor.memory.held import (
     predict_optimizer_temporary_bytes,
     temporary_bytes_one_by_one,
 )
-from lightning_rotor.planned.corrections import Corrections
+from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.out_of_memory import shortage_message
@@ -114,6 +113,7 @@ class StepLimit:
         if chain not in self.corrections:
             # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
+        budget = replace(budget, foresight=self.corrections.foresight_for(chain))
         if self._loop.is_trial():
             budget = replace(budget, error=TrialError)
         self._last_budget = budget
@@ -223,7 +223,7 @@ class StepLimit:
         modules: PlannedModules,
         step: Step,
         measured_bytes: int,
-        foresight_of: Callable[[Plan, int], Foresight | None],
+        foresight_of: Callable[[Plan, int], Callable[[], Foresight | None]],
         *,
         may_grow: bool,
     ) -> bool:
@@ -234,7 +234,7 @@ class StepLimit:
             step: The measured one.
             measured_bytes: Its peak until the optimizer's step.
             foresight_of: Tells of a plan, beside so many bytes that are not for it, the peaks of a step like this one
-                under other plans.
+                under other plans, once it is asked.
             may_grow: The step is like those to come, so that a peak far below the limit counts.
         Returns:
             False if the peak is above the limit, and no plan takes less.
@@ -244,18 +244,18 @@ class StepLimit:
         plans = [path[0].plan for path in step.paths]
         for plan in {id(plan): plan for plan in plans}.values():
             self.corrections.search_for(plan.chain)
+            uncorrected = self._resident_beside(plan.chain, modules.all, step).budget(self.size_bytes)
+            measured = MeasuredStep(plan, measured_bytes, foresight_of(plan, uncorrected.reserved_bytes))
+            # Also where this plan stays: another may follow from the seconds of its calls.
+            self.corrections.note(measured)
             can_grow = may_grow and bool(plan.recomputed)
             if not exceeds and (not can_grow or modules.is_capped(plan)):
                 continue
-            resident = self._resident_beside(plan.chain, modules.all, step)
-            uncorrected = resident.budget(self.size_bytes)
             is_better = self.corrections.correct(
                 modules,
-                plan,
-                measured_bytes,
+                measured,
                 limit_bytes=self.size_bytes,
                 available_bytes=uncorrected.available_bytes,
-                foresight=partial(foresight_of, plan, uncorrected.reserved_bytes),
             )
         if exceeds and is_better:
             # Plans of other sizes were made without what this step has taught.

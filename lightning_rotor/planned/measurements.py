@@ -9,7 +9,7 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning.size_bounds import bound_at
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
-from lightning_rotor.profiling.chain import profile_over
+from lightning_rotor.profiling.chain_profile import profile_over
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
 _MOST_MEASURED = 32

@@ -40,7 +40,7 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.meters import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes, format_seconds
 

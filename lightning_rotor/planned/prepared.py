@@ -14,7 +14,7 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.meters import meter_for
-from lightning_rotor.profiling.options import segment_seconds, unwatched_seconds
+from lightning_rotor.profiling.segment_seconds import segment_seconds, unwatched_seconds
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import seconds_apart, simulate
 

@@ -20,7 +20,7 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import from_plain
 from lightning_rotor.planning.plan_file import with_tuples
 from lightning_rotor.profiling import Profile
-from lightning_rotor.profiling.chain import profile_over
+from lightning_rotor.profiling.chain_profile import profile_over
 from lightning_rotor.stages.sequential import Stage
 
 Record: TypeAlias = dict[str, Any]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.memory.budget import Budget, take_workspaces
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.agreement import Agreement, is_spread
 from lightning_rotor.planned.budget_source import (
     BudgetSource,
@@ -51,6 +51,7 @@ from lightning_rotor.planning.outside import foresight
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.workspaces import take_workspaces
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 # Where sizes change at every step, there is always another plan, and it may never be one that fits, or is watched.
@@ -137,7 +138,6 @@ class StepPlanner(BudgetSource):
 
     def _meet_others(self, batch: Any) -> None:
         """Agree with other processes, before the first batch, on what must be alike from the beginning."""
-        # cuBLAS and cuDNN take their workspaces at their first call, which would be inside of a measured stage.
         take_workspaces(self.loop.device())
         if self.loop.processes > 1:
             self.limit.agree(tensors_in(batch))
@@ -336,8 +336,9 @@ class StepPlanner(BudgetSource):
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
 
         def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
+            # It outlives the step, whose tensors it must not hold.
             numbers = [number for call, number in step.numbers.items() if call.plan is plan]
-            return foresight(plan, numbers, phases, reserved_bytes)
+            return partial(foresight, plan, numbers, phases, reserved_bytes)
 
         is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         if not is_enough and not step.is_first:
@@ -400,6 +401,8 @@ class StepPlanner(BudgetSource):
         step = self._step
         self._look_at_start(step)
         budget = self.limit.budget(profile.chain, self.modules.all, step)
+        if self._mode.is_joint:
+            budget = replace(budget, foresight=None)  # of a step in which this call was alone
         others_wait = step is not None and bool(step.waiting)
         others_may_come = step is not None and self.modules.is_open
         if not others_wait and not others_may_come and self.modules.is_alone(name):

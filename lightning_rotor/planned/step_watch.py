@@ -15,7 +15,7 @@ from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.private.values import plain_parts, sizes_by_address
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.meters import Recording
+from lightning_rotor.profiling.memory_recording import Recording
 
 _STEPS = 3  # that are measured under each plan
 
@@ -169,6 +169,8 @@ class StepWatch:
             return None
         recording = self._meter.stop()
         self._meter = None
+        # Torch moves no parameter of a tensor subclass to which there is a weak reference, nor its gradient.
+        self._held.clear()
         return recording
 
     def _note_held(self, tensors: Sequence[torch.Tensor]) -> None:

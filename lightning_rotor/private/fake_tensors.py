@@ -23,12 +23,28 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "UnsupportedOperatorException",
+    "fake_mode",
     "fake_with_value",
     "forget_value",
     "mode_of",
     "value_of",
     "with_values",
 ]
+
+
+@contextmanager
+def fake_mode(**settings: bool) -> Iterator[FakeTensorMode]:
+    """Context with a mode whose tensors have no values, which lets go of the user's tensors at its end.
+
+    The mode keeps a weak reference to each tensor that it has met, and lives on in reference cycles until Python
+    collects them. As long as there is one, torch cannot move a parameter of a tensor subclass (``swap_tensors``
+    refuses).
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, **settings)
+    try:
+        yield mode
+    finally:
+        mode.fake_tensor_converter = fake_tensor.FakeTensorConverter()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lightning_rotor.private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    fake_mode,
     fake_with_value,
     forget_value,
     mode_of,

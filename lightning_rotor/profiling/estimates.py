@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,9 +33,10 @@ from lightning_rotor.private.torch_names import (
 )
 from lightning_rotor.private.values import tree_leaves
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.chain import Progress
+from lightning_rotor.profiling.chain_profiler import Progress
 from lightning_rotor.profiling.dry_run import unlogged
-from lightning_rotor.profiling.meters import Meter, Recording
+from lightning_rotor.profiling.memory_recording import Recording
+from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 # ----------------------- How long an operator takes on an accelerator, from its arithmetic and the bytes that it moves.
@@ -104,7 +105,7 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._recording = Recording()
 
-    def new_recording(self, *, of_step: bool = False) -> Recording:
+    def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
         """A recording of what is made from now on, until the next one."""
         self._recording = Recording()
         return self._recording

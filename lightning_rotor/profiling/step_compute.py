@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.messages import members_of
 from lightning_rotor.private.torch_names import (
-    FakeTensorMode,
     backward_number,
+    fake_mode,
     fake_with_value,
     forget_value,
     identity_of,
@@ -184,7 +184,7 @@ def _count(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def run() -> StepCompute:
-        with with_values(MOST_KNOWN), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with with_values(MOST_KNOWN), fake_mode() as mode, mode:
             duplicate, copied = fake_copy((model, inputs), mode, replacements, with_values=True)
             found = StepCompute(duplicate)
             found.exclude(copied)

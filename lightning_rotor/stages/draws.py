@@ -44,13 +44,19 @@ class DrawsSeen(private.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}):
+        if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}) and not _has_own(args, kwargs or {}):
             devices = {tensor.device for tensor in tensors_in((args, result))}
             # Refuses a device whose generator is not known.
             own = {kind_of(device).own_generator for device in devices}
             # Operations on a device draw from its generator, also if they read numbers on the host.
             self.kinds |= {name for name in own if name is not None} or {HOST}
         return result
+
+
+def _has_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if an operation is given a generator of the user's own to draw from."""
+    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+    return any(each is not torch.default_generator and each.device.type == "cpu" for each in given)
 
 
 def drawn_since(

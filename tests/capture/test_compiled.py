@@ -29,9 +29,9 @@ from lightning_rotor.capture.compiled import CompiledModules, Variants
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.passes import run_stage
-from lightning_rotor.profiling import Profile, options, profile_chain
-from lightning_rotor.profiling.options import StageSeconds
-from lightning_rotor.profiling.stage import StageProfiler
+from lightning_rotor.profiling import Profile, profile_chain, variant_costs
+from lightning_rotor.profiling.stage_profiler import StageProfiler
+from lightning_rotor.profiling.stage_seconds import StageSeconds
 from lightning_rotor.schedule import Schedule, leaves
 from lightning_rotor.simulator import simulate
 from tests.models import Case, assert_same_bits, training_step
@@ -326,7 +326,7 @@ def test_a_variant_of_other_bits_is_withheld(caplog: pytest.LogCaptureFixture) -
 def test_variants_that_differ_by_rounding_are_used_on_request(
     error: float, used: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_rotor.profiling.options._worthwhile", tuple)  # a matter of measured seconds
+    monkeypatch.setattr("lightning_rotor.profiling.variant_costs._worthwhile", tuple)  # a matter of measured seconds
 
     def backend(graph: Any, inputs: Sequence[Any]) -> Any:
         if functorch_config.activation_memory_budget == 0:
@@ -346,7 +346,7 @@ def test_variants_that_differ_by_rounding_are_used_on_request(
 
 
 def test_a_block_with_buffers_runs_under_every_budget_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rotor.profiling.options._worthwhile", tuple)
+    monkeypatch.setattr("lightning_rotor.profiling.variant_costs._worthwhile", tuple)
     net = Net([compiled(Statistics())])
     before = state_of(net)
     assert names_of_options(profile_of(net, torch.randn(4, 16, 8)).chain)[1] == ["keep", "budget 0.3", "budget 0"]
@@ -380,8 +380,8 @@ def test_blocks_that_look_alike_whatever_their_numbers_take_the_same_time(monkey
             timed.append(profilers[0].stage.name)
         return own(profilers)
 
-    own = options.seconds_by_turns
-    monkeypatch.setattr(options, "seconds_by_turns", by_turns)
+    own = variant_costs.seconds_by_turns
+    monkeypatch.setattr(variant_costs, "seconds_by_turns", by_turns)
     profile = profile_of(Net([compiled(Numbered(number)) for number in range(4)]), torch.randn(2, 16, 8))
     assert timed == ["blocks.0", "blocks.3"]
     seconds = [[option.seconds for option in stage.options] for stage in profile.chain if len(stage.options) > 1]

@@ -175,6 +175,8 @@ def test_names_are_read_from_code() -> None:
     assert {"own", "theirs", "spelled", "out"} <= names_in(code.__code__)
     assert "theirs" in names_of_others(code.__code__)
     assert "own" not in names_of_others(code.__code__)
+    # A method of another is no attribute that could hold something else at the next call.
+    assert not names_of_others((lambda self, other: other.mean()).__code__)
     assert not reads_whole_objects(code.__code__)
     assert reads_whole_objects((lambda thing: vars(thing)[0]).__code__)
 

@@ -9,7 +9,7 @@ from benchmarks.random_chains import random_chain
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planned import corrections
-from lightning_rotor.planned.corrections import Corrections
+from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planning import Plan, minimum_budget, plan
 
 
@@ -36,9 +36,8 @@ class Modules:
 
 def corrected(known: Corrections, before: Plan, measured_bytes: int, limit_bytes: int) -> tuple[bool, list[Plan]]:
     modules: Any = Modules(known, limit_bytes)
-    is_better = known.correct(
-        modules, before, measured_bytes, limit_bytes=limit_bytes, available_bytes=limit_bytes, foresight=lambda: None
-    )
+    step = MeasuredStep(before, measured_bytes, lambda: None)
+    is_better = known.correct(modules, step, limit_bytes=limit_bytes, available_bytes=limit_bytes)
     return is_better, modules.made
 
 
@@ -97,3 +96,23 @@ def test_the_least_plan_beyond_the_limit_cannot_be_bettered() -> None:
     is_better, made = corrected(known, before, 2 * before.peak_bytes, before.peak_bytes)
     assert not is_better
     assert not [each for each in made if each.schedule != before.schedule]
+
+
+def test_the_last_measured_step_of_a_chain_foretells_those_under_other_plans(monkeypatch: Any) -> None:
+    monkeypatch.setattr(corrections, "_MOST_CHAINS", 1)
+    known, costs = Corrections(), chain(7)
+    assert known.foresight_for(costs) is None
+    large = plan(costs, costs.kept_bytes * 2)
+    small = plan(costs, minimum_budget(costs).peak_bytes)
+    # It foresees ten bytes too much for the step itself, so for every other one.
+    known.note(MeasuredStep(large, large.peak_bytes + 90, lambda: lambda other: other.peak_bytes + 100))
+    foresight = known.foresight_for(costs)
+    assert foresight is not None
+    assert foresight(small) == small.peak_bytes + 90
+    known.note(MeasuredStep(large, large.peak_bytes, lambda: None))
+    foresight = known.foresight_for(costs)
+    assert foresight is not None
+    assert foresight(small) == 0
+    other = plan(chain(8), chain(8).kept_bytes * 2)
+    known.note(MeasuredStep(other, other.peak_bytes, lambda: None))
+    assert known.foresight_for(costs) is None

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import ClassVar
@@ -15,9 +14,9 @@ from torch import nn
 
 from lightning_rotor.chain import StageCost
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.profiling import Profile, StepMeter, options, profile_chain
-from lightning_rotor.profiling import chain as profiling_chain
-from lightning_rotor.profiling.meters import CpuMeter, Recording
+from lightning_rotor.profiling import Profile, StepMeter, chain_profiler, profile_chain, segment_seconds
+from lightning_rotor.profiling.memory_recording import Recording
+from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.models import CPU
 
@@ -113,7 +112,7 @@ class _Ticking(CpuMeter):
 
 def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = _Ticking()
-    for module in (profiling_chain, options):
+    for module in (chain_profiler, segment_seconds):
         monkeypatch.setattr(module, "interlude", lambda *_: meter.wait)
     chain = profile_chain(
         sequential_stages(nn.Sequential(nn.Linear(4, 4), nn.Tanh())), torch.ones(2, 4), meter=meter
@@ -123,20 +122,6 @@ def test_the_rest_of_a_step_runs_between_what_is_timed_and_is_not_timed(monkeypa
     ] * 2
     assert meter.waits >= 2 * 3 * len(chain)  # at least three times each way
     assert chain.segment_seconds == 0.0  # what runs in one, and between, takes as long without it
-
-
-def test_the_rest_of_a_step_fills_the_caches_without_memory_that_counts() -> None:
-    def seconds(interlude: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        interlude()
-        return time.perf_counter() - start
-
-    meter = StepMeter(CPU)
-    meter.start()
-    nothing, near, whole = (options.interlude(CPU, size) for size in (0, 4 * 2**20, 32 * 2**20))
-    shortest = [min(seconds(each) for _ in range(5)) for each in (nothing, near, whole)]
-    assert meter.stop().peak_bytes == 0
-    assert shortest[0] < shortest[1] < shortest[2] < 0.02
 
 
 def test_views_and_operations_in_place_are_merged_with_their_neighbours() -> None:
@@ -314,66 +299,3 @@ def test_an_unknown_device_is_refused() -> None:
 def test_measuring_under_a_profiler_is_refused() -> None:
     with torch.autograd.profiler.profile(), pytest.raises(ProfilingError, match=r"while torch\.profiler is recording"):
         profile_of(nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8))
-
-
-def test_cpu_recording_counts_kernel_temporaries_and_ignores_older_blocks() -> None:
-    old = [torch.empty(1000)]
-    with CpuMeter().recording() as recording:
-        recording.mark("allocate")
-        block = torch.empty(2000)
-        recording.mark("free")
-        old.clear()
-        del block
-        recording.mark("end")
-    allocate, free = recording.phases[1:3]
-    assert (allocate.start_bytes, allocate.peak_bytes, allocate.end_bytes) == (0, 8000, 8000)
-    assert (free.label, free.peak_bytes, free.end_bytes) == ("free", 8000, 0)
-
-
-def test_step_meter_measures_what_a_step_leaves_and_takes() -> None:
-    meter = StepMeter(CPU)
-    meter.start()
-    kept, gone = torch.empty(1000), torch.empty(500)
-    del gone
-    trace = meter.stop()
-    assert (trace.peak_bytes, trace.end_bytes) == (6000, 4000)
-    assert [level for _, level in trace.timeline] == [0, 4000, 6000, 4000]
-    meter.start()
-    del kept  # from the step before, which was measured too
-    assert meter.stop().end_bytes == -4000
-
-
-def test_step_meter_takes_no_older_block_for_one_that_lay_at_its_address_before() -> None:
-    meter = StepMeter(CPU)
-    for older in (None, {1: 1}):
-        meter.start()
-        blocks = [torch.empty(200_000 + number) for number in range(20)]
-        meter.stop()
-        blocks.clear()
-        others = [torch.empty(100_000) for _ in range(40)]  # not watched, some of them where a block was
-        meter.start(older)
-        others.clear()
-        freed_bytes = -meter.stop().end_bytes
-        if older is None and freed_bytes == 0:
-            pytest.fail("no address was used again, so this test shows nothing")
-    assert freed_bytes == 0
-
-
-def test_step_meter_counts_the_older_blocks_that_it_is_told_of() -> None:
-    meter = StepMeter(CPU)
-    meter.start()
-    told, untold = torch.empty(1000), torch.empty(500)
-    meter.stop()
-    address = told.data_ptr()
-    meter.start(older={address: 4000})
-    del told, untold
-    recording = meter.stop()
-    assert recording.end_bytes == -4000
-    assert address in recording.given_back
-
-
-def test_step_meter_refuses_wrong_use() -> None:
-    with pytest.raises(ProfilingError, match="without start"):
-        StepMeter(CPU).stop()
-    with pytest.raises(ProfilingError, match="'meta' cannot be measured"):
-        StepMeter(torch.device("meta"))

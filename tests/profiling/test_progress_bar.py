@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import Progress
 
-from lightning_rotor.profiling.meters import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress
 
 
 class Clock:

@@ -1,0 +1,44 @@
+"""Bytes of a GPU from its caching allocator's statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_rotor.profiling.cuda_recording import CudaRecording
+
+KIB = 1024
+
+
+def record_two_phases(recording: CudaRecording, device: torch.device) -> None:
+    recording.start()
+    recording.mark("large")
+    large = torch.empty(64 * KIB, dtype=torch.uint8, device=device)
+    del large
+    recording.mark("small")
+    small = torch.empty(8 * KIB, dtype=torch.uint8, device=device)
+    recording.mark("end")
+    del small
+    recording.stop()
+
+
+@pytest.mark.gpu
+def test_each_phase_of_a_stage_has_its_own_peak() -> None:
+    device = torch.device("cuda", 0)
+    recording = CudaRecording(device, of_step=False)
+    record_two_phases(recording, device)
+    levels = [(phase.label, phase.start_bytes, phase.peak_bytes, phase.end_bytes) for phase in recording.phases[1:]]
+    assert levels == [("large", 0, 64 * KIB, 0), ("small", 0, 8 * KIB, 8 * KIB), ("end", 8 * KIB, 8 * KIB, 0)]
+    assert recording.reserved_bytes is not None
+    assert recording.reserved_bytes >= 64 * KIB
+
+
+@pytest.mark.gpu
+def test_a_step_leaves_the_users_statistics_as_they_grow() -> None:
+    device = torch.device("cuda", 0)
+    recording = CudaRecording(device, of_step=True)
+    base = torch.cuda.memory_allocated(device)
+    record_two_phases(recording, device)
+    assert torch.cuda.max_memory_allocated(device) == base + 64 * KIB
+    # A lower peak is behind the highest one, so a phase shows the levels at its ends.
+    assert [phase.peak_bytes for phase in recording.phases[1:]] == [64 * KIB, 8 * KIB, 8 * KIB]
