@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._subclasses import fake_tensor
@@ -33,7 +33,7 @@ __all__ = [
 
 
 @contextmanager
-def fake_mode(**settings: bool) -> Iterator[FakeTensorMode]:
+def fake_mode(**settings: Any) -> Iterator[FakeTensorMode]:
     """Context with a mode whose tensors have no values, which lets go of the user's tensors at its end.
 
     The mode keeps a weak reference to each tensor that it has met, and lives on in reference cycles until Python

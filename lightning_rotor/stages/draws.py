@@ -44,7 +44,11 @@ class DrawsSeen(private.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, private.OpOverload) and draws(func, args, kwargs or {}) and not _has_own(args, kwargs or {}):
+        if (
+            isinstance(func, private.OpOverload)
+            and draws(func, args, kwargs or {})
+            and not _has_own(args, kwargs or {})
+        ):
             devices = {tensor.device for tensor in tensors_in((args, result))}
             # Refuses a device whose generator is not known.
             own = {kind_of(device).own_generator for device in devices}
