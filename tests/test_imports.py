@@ -36,6 +36,10 @@ WITHOUT_TORCH = {
     "pipeline/partition",
     "pipeline/pipeline_schedule",
     "pipeline/pipeline_simulator",
+    "pipeline/stage_loads",
+    "pipeline/step_times",
+    "pipeline/device_levels",
+    "pipeline/device_speeds",
     "planned/step_state",
 }
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.device_levels import DeviceLevels
 from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain
 from lightning_rotor.pipeline.pipeline_schedule import (
     Integers,
@@ -19,7 +20,8 @@ from lightning_rotor.pipeline.pipeline_schedule import (
     most_in_flight,
     orders,
 )
-from lightning_rotor.pipeline.pipeline_simulator import DeviceMemory, MicroBatchLoad, PipelineStageLoad, StepSimulator
+from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
+from lightning_rotor.pipeline.step_times import StepSimulator
 
 RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 # Most tries to plan the stages of a device with less memory.
@@ -139,17 +141,17 @@ class Problem:
         """Bytes of the gradient of the chain's input, for one micro-batch."""
         return self.chain.stages[0].keep.input_gradient_bytes
 
-    def memory(self, device: int) -> DeviceMemory:
+    def memory(self, device: int) -> DeviceLevels:
         """Memory model of a device."""
-        return DeviceMemory(self.order[device], self.lingering(device), micro_batches=self.micro_batches)
+        return DeviceLevels(self.order[device], self.lingering(device), micro_batches=self.micro_batches)
 
-    def memory_alone(self, stage: int) -> DeviceMemory:
+    def memory_alone(self, stage: int) -> DeviceLevels:
         """Memory model of a device for one of its stages; with several, as if nothing lingered."""
         device = stage % len(self.devices)
         if self.stages_per_device == 1:
             return self.memory(device)
         order = self.order[device]
-        return DeviceMemory(order[order[:, 0] == stage], micro_batches=self.micro_batches)
+        return DeviceLevels(order[order[:, 0] == stage], micro_batches=self.micro_batches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
 from lightning_rotor.pipeline.pipeline_schedule import Integers
-from lightning_rotor.pipeline.pipeline_simulator import Reals
+from lightning_rotor.pipeline.step_times import Reals
 from lightning_rotor.planning.effort import SAME
 from lightning_rotor.units import is_positive_integer
 
