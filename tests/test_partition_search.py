@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
-from lightning_rotor.pipeline.partition.problem import Costs
+from lightning_rotor.pipeline.partition.run_costs import Costs
 from lightning_rotor.pipeline.partition.search import Bounds, cuts_of, runs_of, simple_balances
 from tests.strategies import KINDS, random_chain
 

@@ -41,9 +41,9 @@ class CudaRecording(Recording):
         self.end_bytes = levels.allocated_bytes - self._base_bytes
         is_own_peak = not self._of_step or peak_bytes > self._highest_bytes
         self._highest_bytes = max(self._highest_bytes, peak_bytes)
-        self._peak_bytes = max(self._start_bytes, self.end_bytes)
+        self.phase_peak_bytes = max(self.phase_start_bytes, self.end_bytes)
         if is_own_peak:
-            self._peak_bytes = max(self._peak_bytes, peak_bytes)
+            self.phase_peak_bytes = max(self.phase_peak_bytes, peak_bytes)
         super().mark(label)
         if not self._of_step:
             self._kind.reset_peaks(self._device)

@@ -31,7 +31,8 @@ import numpy.typing as npt
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
-from lightning_rotor.pipeline.partition.problem import Costs, Problem, StageChoice
+from lightning_rotor.pipeline.partition.problem import Problem
+from lightning_rotor.pipeline.partition.run_costs import Costs, StageChoice
 from lightning_rotor.pipeline.pipeline_schedule import Integers
 from lightning_rotor.pipeline.step_times import Reals
 from lightning_rotor.planning.effort import SAME

@@ -14,7 +14,8 @@ from rich.table import Table
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
-from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
+from lightning_rotor.pipeline.partition.problem import PipelineDevice, Problem
+from lightning_rotor.pipeline.partition.run_costs import Costs, StageChoice
 from lightning_rotor.pipeline.partition.search import (
     Cuts,
     Search,
