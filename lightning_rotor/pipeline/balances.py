@@ -7,7 +7,7 @@ from torch import nn
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import SampleError
-from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds
+from lightning_rotor.pipeline.partition.cuts import least_largest, stage_bytes, stage_seconds
 from lightning_rotor.profiling import profile_chain
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rotor.errors import PipelineError
-from lightning_rotor.pipeline.partition.search import even_balance
+from lightning_rotor.pipeline.partition.cuts import even_balance
 from lightning_rotor.private.values import tensors_in, tree_flatten, tree_unflatten
 
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
