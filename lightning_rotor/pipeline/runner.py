@@ -46,7 +46,7 @@ Loss: TypeAlias = Callable[[Any, int], torch.Tensor]
 
 
 class _Prepared(NamedTuple):
-    """What runs steps of certain layouts, with its buffers.
+    """A schedule for steps of certain layouts, with its buffers.
 
     Attributes:
         layouts: See :class:`.Step`.
@@ -195,7 +195,7 @@ class PipelineRunner:
     # ---------------------------------------------------------------- a step
 
     def _prepare(self, step: Step, inputs: Inputs) -> _Prepared:
-        """What runs a step: that of the last one if it was alike."""
+        """The schedule for a step: that of the last one if it was alike."""
         for part in self._parts.values():
             part.step = step
         prepared = self._prepared

@@ -81,7 +81,7 @@ class MicroBatchLogs:
 
 
 def _value_of_batch(metric: Metric | None, values: Sequence[Any], sizes: Sequence[int], reduce_fx: Any) -> Any:
-    """What to log for the batch, from the values of micro-batches: a number, or the metric itself.
+    """The value to log for the batch, from those of micro-batches: a number, or the metric itself.
 
     A metric's values are what its forwards returned, None without a forward.
     """
