@@ -194,13 +194,13 @@ class TrainerLoop(TrainingLoop):
             raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
         numbered = _takes_argument(training_step, "batch_idx", min_args=2)
 
-        def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> None:
+        def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> Any:
             for module in copy.modules():
                 if packages.lightning_module_class(module) is not None:
                     _isolate(module, stand_in)
             with self.trainer.precision_plugin.train_step_context():
                 copy.on_train_batch_start(inputs[0], batch_idx)
-                copy.training_step(*inputs)
+                return copy.training_step(*inputs)
 
         arguments = (batch, batch_idx) if numbered else (batch,)
         return measure_compute(self.model, arguments, step, replacements={id(self.trainer): stand_in})

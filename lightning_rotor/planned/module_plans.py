@@ -128,6 +128,8 @@ class ModulePlans:
         self.ceiling = Ceiling()
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
+        # Numbers of the tensors, among those that the module returns, that its caller makes nothing of.
+        self.unused_outputs: frozenset[int] = frozenset()
         self._source = source
         self._settings = settings
         self._cuts = KnownCuts(
@@ -358,6 +360,7 @@ class ModulePlans:
                     compiled=self._compiled,
                     ranks=self._source.ranks,
                     accumulating=self._source.accumulates,
+                    unused_outputs=self.unused_outputs,
                 )
             except (TypeError, AttributeError, KeyError) as error:
                 # Where the code itself is at fault, its real run says so next, or that of its parts.

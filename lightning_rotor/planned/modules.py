@@ -406,6 +406,7 @@ class PlannedModules:
         """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
+        planned.plans.unused_outputs = target.unused_outputs
         self._attach(target.module, planned)
         self._modules.append(PlannedModule(target, planned.plans, planned.caches))
 

@@ -98,6 +98,13 @@ class Refusal:
     budget: Budget
     error: BudgetError
 
+    def __post_init__(self) -> None:
+        # Frames of its traceback, and of those before it, hold what the call has returned, which the step would count.
+        error: BaseException | None = self.error
+        while error is not None:
+            error.__traceback__ = None
+            error = error.__context__
+
 
 class Step:
     """The running step.

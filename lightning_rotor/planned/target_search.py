@@ -36,12 +36,14 @@ class Target:
         module: The submodule.
         reason: Why this one, for messages.
         is_unseen: Its compute is not known before it runs in the first step.
+        unused_outputs: Numbers of the tensors, among those that it returns, that the step makes nothing of.
     """
 
     name: str
     module: nn.Module
     reason: str
     is_unseen: bool = False
+    unused_outputs: frozenset[int] = frozenset()
 
     @property
     def place(self) -> str:
@@ -328,7 +330,8 @@ class TargetSearch:
         if assumed:
             values = "values" if assumed > 1 else "value"
             reason += f" ({assumed} {values} that the step asks for taken as 1)"
-        return Target(name, self._model.get_submodule(name), reason)
+        unused = self._compute.returned.unused(name)
+        return Target(name, self._model.get_submodule(name), reason, unused_outputs=unused)
 
     def _unseen_target(self, name: str) -> Target:
         """A target that nobody has seen run."""

@@ -75,6 +75,7 @@ def profile_chain(
     compiled: CompiledModules | None = None,
     ranks: Ranks = ALONE,
     accumulating: bool = True,
+    unused_outputs: Collection[int] = (),
 ) -> Profile:
     """Measure bytes and seconds of every stage.
 
@@ -89,6 +90,8 @@ def profile_chain(
         ranks: Other processes that measure the same stages now, and wait for each other if those exchange messages.
         accumulating: Also measure backwards that add to gradients which are there. Else the peaks of those that make
             them anew stand for both, which are as high or higher.
+        unused_outputs: Numbers of the tensors, among those that the last stage returns, that the caller lets go of at
+            once and learns nothing from.
     Returns:
         The chain, for the mode, autocast context and shapes of this moment.
     Raises:
@@ -111,7 +114,7 @@ def profile_chain(
             take_workspaces(device)
         inputs = _inputs_of(stages, sample)
         with ranks.alike([stage.name for stage in stages]):
-            findings = scan(stages, inputs, device, block_bytes=meter.block_bytes, ranks=ranks)
+            findings = scan(stages, inputs, device, block_bytes=meter.block_bytes, ranks=ranks, unused=unused_outputs)
             profiler = _ChainProfiler(
                 stages,
                 inputs,

@@ -8,7 +8,7 @@ in place, is merged with its neighbour.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -185,6 +185,9 @@ class Scan:
     behaviours: tuple[Behaviour, ...]  # of each stage
     groups: tuple[range, ...]  # stages to merge
     skips: Mapping[Storage, Skip]  # storages that outlive a link between the groups, without gradients
+    unused: frozenset[int] = (
+        frozenset()
+    )  # leaves of the chain's output that its caller lets go of, and learns nothing from
 
 
 def _skips(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[range]) -> dict[Storage, Skip]:
@@ -206,6 +209,7 @@ def scan(
     *,
     block_bytes: int = 1,
     ranks: Ranks = ALONE,
+    unused: Collection[int] = (),
 ) -> Scan:
     """Run every stage, look at what it does and follow the storages, counted in blocks; ModelError if it has none."""
     wiring = wiring_of(stages)
@@ -238,13 +242,20 @@ def scan(
             cuts -= set(range(each.born + 1, index + 1))
         for number in wiring.dead[index]:
             values.pop(number, None)
-    for number in stages[-1].writes:
-        for storage in storages[number]:
-            if storage is not None:
-                storage.in_output = True
+    given = [storage for number in stages[-1].writes for storage in storages[number]]
+    unused_leaves = _places_of_tensors(given, unused)
+    for place, storage in enumerate(given):
+        if storage is not None and place not in unused_leaves:
+            storage.in_output = True
     starts = sorted({*ranks.common(cuts), 0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
-    return Scan(storages, tuple(behaviours), groups, _skips(storages, groups))
+    return Scan(storages, tuple(behaviours), groups, _skips(storages, groups), unused_leaves)
+
+
+def _places_of_tensors(leaves: Sequence[Storage | None], numbers: Collection[int]) -> frozenset[int]:
+    """Places among all leaves of the tensors with these numbers."""
+    tensors = [place for place, storage in enumerate(leaves) if storage is not None]
+    return frozenset(tensors[number] for number in numbers if number < len(tensors))
 
 
 def _look(

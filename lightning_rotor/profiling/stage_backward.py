@@ -198,7 +198,9 @@ def _tensors_with_given_gradients(
     ends: StageEnds, leaves: Sequence[Any], output: Any
 ) -> list[tuple[torch.Tensor, int]]:
     """The tensors whose gradients a stage is given, with their keys."""
-    tensors = _tensors_that_learn(tree_flatten(output)[0], ends.outputs)
+    leaves_out = tree_flatten(output)[0]
+    used = [place for place in range(len(leaves_out)) if place not in ends.unused]
+    tensors = _tensors_that_learn([leaves_out[place] for place in used], [ends.outputs[place] for place in used])
     # Later readers of a skip have left its gradient; what the stage hands on itself gets it as an output.
     handed_on = {id(tensor) for tensor in tensors_in(output)}
     for leaf, place, is_read_later in zip(leaves, ends.inputs, ends.passed, strict=True):

@@ -23,6 +23,7 @@ class StageEnds:
         passed: For each leaf of the input, True if it is a skip that a later stage reads, too.
         link_bytes: Storages that the stage makes for the next one alone.
         made_bytes: For each skip, its bytes if this stage makes it, else 0.
+        unused: Leaves of the output of the last stage that the chain's caller lets go of, and learns nothing from.
     """
 
     skips: tuple[int, ...] = field(compare=False)
@@ -31,6 +32,7 @@ class StageEnds:
     passed: tuple[bool, ...]
     link_bytes: int
     made_bytes: tuple[int, ...]
+    unused: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, stage: Stage, number: int, scan: Scan) -> StageEnds:
@@ -42,7 +44,9 @@ class StageEnds:
             if storage is not None and storage in scan.skips:
                 places.setdefault(storage, len(places))
         numbers = {storage: number for number, storage in enumerate(scan.skips)}
-        made = _made_in(scan.groups[number], given)
+        unused = scan.unused if number == len(scan.groups) - 1 else frozenset()
+        used = [storage for place, storage in enumerate(given) if place not in unused]
+        made = _made_in(scan.groups[number], used)
         return cls(
             skips=tuple(numbers[storage] for storage in places),
             inputs=tuple(_place_of(storage, places) for storage in taken),
@@ -50,6 +54,7 @@ class StageEnds:
             passed=tuple(_is_read_behind(storage, number, scan) for storage in taken),
             link_bytes=sum(storage.size_bytes for storage in made if storage not in places),
             made_bytes=tuple(storage.size_bytes if storage in made else 0 for storage in places),
+            unused=unused,
         )
 
 

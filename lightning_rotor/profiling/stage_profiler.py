@@ -274,10 +274,16 @@ class StageProfiler:
             recording.mark("drop output")
             if not hold_output:
                 del output
+            elif self.ends.unused:
+                output = self._used_of(output)
             recording.mark("backward")
             gradients = backward.gradients()
             recording.mark("done")
         return recording, gradients, bytes_in_blocks(lasting, self.meter.block_bytes)
+
+    def _used_of(self, output: Any) -> list[Any]:
+        """The leaves of an output that the chain's caller holds on to."""
+        return [leaf for place, leaf in enumerate(tree_leaves(output)) if place not in self.ends.unused]
 
     def _skips_in(self, value: Any) -> list[torch.Tensor]:
         """The tensors of an input that are skips."""

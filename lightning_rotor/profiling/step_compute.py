@@ -40,6 +40,7 @@ from lightning_rotor.profiling.dry_run import (
     run_dry,
     without_trace,
 )
+from lightning_rotor.profiling.returned_tensors import ReturnedTensors
 from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class StepCompute(AssumedValues):
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
         made_before: Bytes that the step had made, and still held, at the first call of each of the first ones.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
+        returned: Tensors that modules have returned, and which of them the step makes nothing of.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,6 +77,7 @@ class StepCompute(AssumedValues):
         self.unfinished: set[str] = set()
         self.made_before: dict[str, int] = {}
         self.stopped_at = ""
+        self.returned = ReturnedTensors()
         self._older = _storages([*model.parameters(), *model.buffers(), *_tensors_of(model)])
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         self._running: list[str] = []
@@ -116,6 +119,7 @@ class StepCompute(AssumedValues):
             self._running.pop()
         if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
             self._count(name, self.total - before)
+            self.returned.follow(name, output)
         return output
 
     def _count(self, name: str, flops: int) -> None:
@@ -131,6 +135,7 @@ class StepCompute(AssumedValues):
                 self.messages[name].add(members)
             for tensor in tensors_in((args, kwargs or {})):
                 forget_value(tensor)  # torch would compute with known values, and so send them
+        self.returned.note_operation((args, kwargs or {}), self._running)
         result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
         if len(self.made_before) < _MOST_BEFORE and backward_number() is None:
             found = _storages(tensors_in(result))
@@ -190,7 +195,9 @@ def _count(
             found.exclude(copied)
             try:
                 with found, AssumedArrays(found):
-                    step(duplicate, copied)
+                    result = step(duplicate, copied)
+                    found.returned.end_step()
+                    del result
             except Exception as error:  # whatever a step does that was written for real tensors
                 found.stopped_at = _place_of(error)
                 _log.info("the dry run of a step ended at %s: %s", found.stopped_at, _text_of(error))
