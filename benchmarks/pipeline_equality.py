@@ -23,8 +23,8 @@ import torch
 from benchmarks.gloo_processes import Failure, Processes
 from benchmarks.pipeline_models import ten_steps
 from lightning_rotor.pipeline.partition import RecomputeMode
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipeline_schedule import SCHEDULES
-from lightning_rotor.pipeline.step import PipelineOptions
 
 RESULT = Path(__file__).parent / "results" / "pipeline_equality.md"
 MODELS = {

@@ -22,10 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.pipeline.micro_batches import sizes_of, split
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.pipelined import pipelined
-from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
+from lightning_rotor.pipeline.pipelined_module import PipelinedModule
+from lightning_rotor.pipeline.processes import PipelineProcesses
 
 SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 MICRO_BATCHES = (2, 4, 8, 16)

@@ -12,11 +12,14 @@ from torch.nn import functional as F
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.passes import is_recomputing
-from lightning_rotor.pipeline.micro_batches import mixed, seeded, sizes_of, split, with_seeds
+from lightning_rotor.pipeline.micro_batch_seeds import mixed, with_seeds
+from lightning_rotor.pipeline.micro_batches import sizes_of, split
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipelined import cut_for_rows, pipelined
-from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.step import PipelinedModule, PipelineOptions
+from lightning_rotor.pipeline.pipelined_module import PipelinedModule
+from lightning_rotor.pipeline.processes import PipelineProcesses
 from lightning_rotor.skip import pop, skippable, stash
+from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import wiring_of
 
 ROWS = 10

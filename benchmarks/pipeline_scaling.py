@@ -28,11 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.frontier_workloads import GPT, UNet, convolutions
 from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.chain import Chain
+from lightning_rotor.pipeline.balances import balance_by_time
 from lightning_rotor.pipeline.partition import Link, Partition, PartitionError, PipelineDevice, partition
-from lightning_rotor.pipeline.partition.problem import Costs, Problem
-from lightning_rotor.pipeline.partition.search import cuts_of, even_balance, runs_of
+from lightning_rotor.pipeline.partition.cuts import cuts_of, even_balance, runs_of
+from lightning_rotor.pipeline.partition.problem import Problem
+from lightning_rotor.pipeline.partition.run_costs import Costs
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
-from lightning_rotor.pipeline.pipelined import balance_by_time
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.estimates import GPUS, EstimatingMeter, InputSpec, estimate_profile, give_fake_tensors
 

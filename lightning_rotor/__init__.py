@@ -44,7 +44,8 @@ from lightning_rotor.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning_rotor.callbacks import RotorBatchSizeAdvice, RotorCallback
-    from lightning_rotor.pipeline.pipelined import Pipeline, balance_by_size, balance_by_time
+    from lightning_rotor.pipeline.balances import balance_by_size, balance_by_time
+    from lightning_rotor.pipeline.pipeline import Pipeline
     from lightning_rotor.strategies import RotorPipelineStrategy
 
 __version__ = "0.1.0"
@@ -99,9 +100,9 @@ _LATER = {
     "RotorBatchSizeAdvice": "lightning_rotor.callbacks",
     "RotorCallback": "lightning_rotor.callbacks",
     "RotorPipelineStrategy": "lightning_rotor.strategies",
-    "Pipeline": "lightning_rotor.pipeline.pipelined",
-    "balance_by_size": "lightning_rotor.pipeline.pipelined",
-    "balance_by_time": "lightning_rotor.pipeline.pipelined",
+    "Pipeline": "lightning_rotor.pipeline.pipeline",
+    "balance_by_size": "lightning_rotor.pipeline.balances",
+    "balance_by_time": "lightning_rotor.pipeline.balances",
 }
 
 

@@ -25,7 +25,7 @@ from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
-from lightning_rotor.private.lightning_names import lightning_module_class
+from lightning_rotor.private.lightning_packages import lightning_module_class
 from lightning_rotor.private.sharding import units_below
 from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile

@@ -12,11 +12,19 @@ generators, and a part of it is younger than the oldest torch that this package 
 from __future__ import annotations
 
 from abc import ABC
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_rotor.errors import ProfilingError
+
+
+class Levels(NamedTuple):
+    """Bytes that a device's allocator has given out, the most of them, and the most that it has reserved."""
+
+    allocated_bytes: int
+    peak_bytes: int
+    peak_reserved_bytes: int
 
 
 class DeviceKind(ABC):
@@ -98,17 +106,13 @@ class DeviceKind(ABC):
         """Bytes that its allocator has given out."""
         raise self.lacks("count of allocated bytes")
 
-    def peak_bytes(self, device: torch.device) -> int:
-        """The most that its allocator had given out since :meth:`reset_peaks`."""
-        raise self.lacks("highest count of allocated bytes")
-
     def reserved_bytes(self, device: torch.device) -> int:
         """Bytes that its allocator has taken from the driver, blocks that wait for another use included."""
         raise self.lacks("count of reserved bytes")
 
-    def peak_reserved_bytes(self, device: torch.device) -> int:
-        """The most that its allocator had reserved since :meth:`reset_peaks`."""
-        raise self.lacks("highest count of reserved bytes")
+    def levels(self, device: torch.device) -> Levels:
+        """Levels of its allocator, now and the highest since :meth:`reset_peaks`, in one question."""
+        raise self.lacks("highest count of allocated bytes")
 
     def reset_peaks(self, device: torch.device) -> None:
         """Let the highest counts begin at what is allocated now."""
@@ -202,14 +206,18 @@ class Cuda(DeviceKind):
     def allocated_bytes(self, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
 
-    def peak_bytes(self, device: torch.device) -> int:
-        return torch.cuda.max_memory_allocated(device)
-
     def reserved_bytes(self, device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)
 
-    def peak_reserved_bytes(self, device: torch.device) -> int:
-        return torch.cuda.max_memory_reserved(device)
+    def levels(self, device: torch.device) -> Levels:
+        # ``torch.cuda.memory_allocated`` and its like flatten and sort 160 figures for each answer: 0.1 to 0.5 ms
+        # beside an H200, and a watched step of a ResNet-18 asked 75 times.
+        statistics = torch.cuda.memory_stats_as_nested_dict(device)
+        # Nothing has used the device yet.
+        if not statistics:
+            return Levels(0, 0, 0)
+        allocated = statistics["allocated_bytes"]["all"]
+        return Levels(allocated["current"], allocated["peak"], statistics["reserved_bytes"]["all"]["peak"])
 
     def reset_peaks(self, device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)

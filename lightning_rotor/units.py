@@ -16,8 +16,6 @@ _FACTORS = {
 }  # fmt: skip
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-BLOCK_BYTES = {"cuda": 512, "xpu": 512}
-"""By type of device: what torch's caching allocators for GPUs count in. That of the CPU counts every byte."""
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 _FORMS = (
     'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_rotor import Checkpointable, RotorCallback, Schedule, simulate
 from lightning_rotor.errors import MessageError, ProfilerBusyError, ProfilingError
 from lightning_rotor.planning import minimum_budget
-from lightning_rotor.private import messages
+from lightning_rotor.private import process_groups
 from lightning_rotor.profiling.step_compute import measure_compute
 
 WIDTH, BATCH, STEPS = 16, 48, 4
@@ -623,8 +623,8 @@ def silence() -> dict[str, Any]:
     """One process calls a module, the other does not: it waits for as long as processes wait for each other."""
     refusal, batch = "", torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(messages, "_patience_of", lambda _: timedelta(seconds=1))
-        patch.setattr(messages, "_known", WeakKeyDictionary())
+        patch.setattr(process_groups, "_patience_of", lambda _: timedelta(seconds=1))
+        patch.setattr(process_groups, "_groups", WeakKeyDictionary())
         net = Checkpointable(body(KINDS["function"]), mem_limit=70_000)
         planned = trained(net, lambda _: (batch,), steps=1)
     if dist.get_rank() == 0:

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import PipelineError, SampleError
+from lightning_rotor.pipeline.balances import balance_by_size, balance_by_time
 from lightning_rotor.pipeline.partition import partition
 from lightning_rotor.pipeline.partition.solve import check_balance, counted_in_stages
-from lightning_rotor.pipeline.pipelined import balance_by_size, balance_by_time
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.stages.sequential import sequential_stages
 from tests.strategies import random_chain

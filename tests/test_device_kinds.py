@@ -30,9 +30,8 @@ QUESTIONS: dict[str, Callable[[DeviceKind], Any]] = {
     "backend whose precision can be set": lambda kind: kind.precision_backend,
     "statement about its memory": lambda kind: kind.has_own_memory,
     "count of allocated bytes": lambda kind: kind.allocated_bytes(XPU),
-    "highest count of allocated bytes": lambda kind: kind.peak_bytes(XPU),
+    "highest count of allocated bytes": lambda kind: kind.levels(XPU),
     "count of reserved bytes": lambda kind: kind.reserved_bytes(XPU),
-    "highest count of reserved bytes": lambda kind: kind.peak_reserved_bytes(XPU),
     "count of free bytes": lambda kind: kind.driver_memory(XPU),
     "limit for a process": lambda kind: kind.process_share(XPU),
     "cache that can be emptied": lambda kind: kind.empty_cache(),
@@ -185,8 +184,10 @@ def test_a_gpu_tells_of_its_memory_time_and_random_numbers() -> None:
     assert CUDA.seconds_between(start, CUDA.time_point(device)) >= 0
     assert CUDA.allocated_bytes(device) - level == block.nbytes
     del block
-    assert CUDA.peak_bytes(device) - level == 4 * 2**20
-    assert CUDA.peak_reserved_bytes(device) >= CUDA.reserved_bytes(device) >= level
+    levels = CUDA.levels(device)
+    assert levels.allocated_bytes == level
+    assert levels.peak_bytes - level == 4 * 2**20
+    assert levels.peak_reserved_bytes >= CUDA.reserved_bytes(device) >= level
     free_bytes, total_bytes = CUDA.driver_memory(device)
     assert 0 < free_bytes <= total_bytes
     assert 0 < CUDA.process_share(device) <= 1

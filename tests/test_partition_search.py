@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
-from lightning_rotor.pipeline.partition.problem import Costs
-from lightning_rotor.pipeline.partition.search import Bounds, cuts_of, runs_of, simple_balances
+from lightning_rotor.pipeline.partition.cuts import cuts_of, runs_of, simple_balances
+from lightning_rotor.pipeline.partition.run_costs import Costs
+from lightning_rotor.pipeline.partition.seconds_bounds import Bounds
 from tests.strategies import KINDS, random_chain
 
 LINKS = (Link(), Link(1e5, 1e-5), Link(1e6), Link(1e4))

@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_rotor.pipeline.device_levels import DeviceLevels
 from lightning_rotor.pipeline.pipeline_schedule import actions, lingering, orders
-from lightning_rotor.pipeline.pipeline_simulator import (
-    DeviceMemory,
-    MicroBatchLoad,
-    PipelineStageLoad,
-    simulate_pipeline,
-)
+from lightning_rotor.pipeline.pipeline_simulator import simulate_pipeline
+from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
 from tests.pipeline_reference import slow_levels
 
 
@@ -66,7 +63,7 @@ def test_a_device_holds_what_its_actions_add_up_to(seed):
     until = rng.choice(
         (None, *(lingering(schedule, order, stages=devices * rounds, outputs_linger=each) for each in (True, False)))
     )
-    memory = DeviceMemory(order, until, micro_batches=m)
+    memory = DeviceLevels(order, until, micro_batches=m)
     for _ in range(5):
         loads = {stage: random_load(rng) for stage in memory.stages}
         expected = slow_levels(order, loads, m, until)

@@ -19,9 +19,10 @@ from benchmarks.pipeline_models import ROWS, Counting, Tail, build, model_of, te
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.micro_batches import join, rows_in, sizes_of, split
 from lightning_rotor.pipeline.partition import PartitionError
-from lightning_rotor.pipeline.pipelined import Pipeline, cut_for_rows, pipelined
-from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.step import PipelineOptions
+from lightning_rotor.pipeline.pipeline import Pipeline
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
+from lightning_rotor.pipeline.pipelined import cut_for_rows, pipelined
+from lightning_rotor.pipeline.processes import PipelineProcesses
 from lightning_rotor.profiling.meters import CpuMeter
 
 
@@ -179,7 +180,7 @@ def levels(
     run(), run()
     for parameter in model.parameters():
         parameter.grad = None
-    stages, partition = made.runner._ready[2], made.partition
+    stages, partition = made.runner._prepared.stages, made.partition
     in_flight = dict.fromkeys((stage.stage_index for stage in stages), 0)
 
     def marked(stage: Any) -> None:

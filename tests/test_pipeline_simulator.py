@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.device_levels import DeviceLevels
 from lightning_rotor.pipeline.pipeline_schedule import orders
-from lightning_rotor.pipeline.pipeline_simulator import (
-    DeviceMemory,
-    MicroBatchLoad,
-    PipelineStageLoad,
-    StepSimulator,
-    seconds_of,
-    simulate_pipeline,
-)
+from lightning_rotor.pipeline.pipeline_simulator import simulate_pipeline
+from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad, seconds_of
+from lightning_rotor.pipeline.step_times import StepSimulator
 from tests.pipeline_reference import slow_step_seconds
 
 
@@ -139,7 +135,7 @@ def test_memory_is_that_of_micro_batches_in_flight_and_the_running_one():
     ]
     assert simulation.peak_bytes == (1127, 1117)
     for device, order in enumerate(orders("1f1b", 2, micro_batches=4)):
-        memory = DeviceMemory(order, micro_batches=4)
+        memory = DeviceLevels(order, micro_batches=4)
         assert memory.peak_bytes([load, load]) == simulation.peak_bytes[device]
 
 

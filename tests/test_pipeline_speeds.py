@@ -10,9 +10,10 @@ import torch
 from pipelines import Processes, good, processes
 from torch import nn
 
-from lightning_rotor.pipeline.pipelined import pipelined, speeds_beside_first
-from lightning_rotor.pipeline.placement import PipelineProcesses
-from lightning_rotor.pipeline.step import PipelineOptions
+from lightning_rotor.pipeline.device_speeds import speeds_beside_first
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
+from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.processes import PipelineProcesses
 
 
 @pytest.fixture(scope="module")

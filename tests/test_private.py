@@ -28,7 +28,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_rotor.private import autocast, lightning_names, messages, python_names
+from lightning_rotor.private import autocast, lightning_names, messages, process_groups, python_names
+from lightning_rotor.private import functional_collectives as collectives
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
 from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
@@ -580,26 +581,30 @@ def test_nothing_is_sent_without_values(alone: None) -> None:
 
 
 def test_groups_are_copied_as_they_are(alone: None) -> None:
-    with messages.copied_as_they_are():
+    with process_groups.copied_as_they_are():
         assert copy.deepcopy({"group": distributed.group.WORLD})["group"] is distributed.group.WORLD
     with pytest.raises(TypeError, match="cannot pickle"):
         copy.deepcopy(distributed.group.WORLD)
 
 
 def test_a_group_beside_has_the_patience_of_all(alone: None) -> None:
-    group = messages.group_beside(frozenset((0,)))
-    assert group is messages.group_beside(frozenset((0,)))
-    assert messages._patience_of(group) == messages._patience_of(distributed.group.WORLD) == timedelta(seconds=30)
+    group = process_groups.group_beside(frozenset((0,)))
+    assert group is process_groups.group_beside(frozenset((0,)))
+    assert (
+        process_groups._patience_of(group)
+        == process_groups._patience_of(distributed.group.WORLD)
+        == timedelta(seconds=30)
+    )
 
 
 def test_a_functional_collective_waits_where_it_is_recorded(alone: None) -> None:
     x = torch.ones(2)
-    assert messages.is_on_its_way(functional_collectives.all_reduce(x, "sum", distributed.group.WORLD))
+    assert collectives.is_on_its_way(functional_collectives.all_reduce(x, "sum", distributed.group.WORLD))
     function = torch.ops._c10d_functional.all_reduce.default
-    assert messages.is_functional(function)
-    assert not messages.is_functional(torch.ops.aten.add.Tensor)
-    result = messages.arrived(function)(x, "sum", distributed.group.WORLD.group_name)
-    assert not messages.is_on_its_way(result)
+    assert collectives.is_functional(function)
+    assert not collectives.is_functional(torch.ops.aten.add.Tensor)
+    result = collectives.arrived(function)(x, "sum", distributed.group.WORLD.group_name)
+    assert not collectives.is_on_its_way(result)
     assert torch.equal(result, x)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import pipelining
 
-from lightning_rotor.pipeline.runner import MicroBatchStage
+from lightning_rotor.pipeline.micro_batch_stage import MicroBatchStage
 from lightning_rotor.private.torch_names import sent_outputs_linger
 
 OPERATIONS = [f"get_{way}_{what}_ops" for way in ("fwd", "bwd") for what in ("recv", "send")]

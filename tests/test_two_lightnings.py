@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorBatchSizeAdvice, RotorCallback
-from lightning_rotor.private import lightning_names
+from lightning_rotor.private import lightning_packages
 from lightning_rotor.strategies import RotorPipelineStrategy
 from tests.processes import run_python
 
@@ -190,8 +190,8 @@ def test_one_of_them_is_enough(name: str, blocked: tuple[str, ...]) -> None:
 
 def test_one_that_is_too_old_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pytorch_lightning, "__version__", "1.9.5")
-    lightning_names.installed.cache_clear()
+    lightning_packages.installed.cache_clear()
     try:
-        assert lightning_names.installed() == (lightning.pytorch,)
+        assert lightning_packages.installed() == (lightning.pytorch,)
     finally:
-        lightning_names.installed.cache_clear()
+        lightning_packages.installed.cache_clear()

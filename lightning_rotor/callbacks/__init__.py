@@ -1,6 +1,6 @@
 """Lightning callbacks. The only part of the package, with the strategies, that needs Lightning."""
 
-from lightning_rotor.private.lightning_names import installed
+from lightning_rotor.private.lightning_packages import installed
 
 if not installed():
     raise ModuleNotFoundError(

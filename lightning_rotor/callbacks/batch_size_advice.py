@@ -12,6 +12,7 @@ from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.isolated import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.private import lightning_names as private
+from lightning_rotor.private import lightning_packages as packages
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.shown import show
 from lightning_rotor.stages.sequential import Stage
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch import Callback
 else:
-    Callback = private.joined("callbacks.Callback")
+    Callback = packages.joined("callbacks.Callback")
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ class RotorBatchSizeAdvice(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure with the first batch of the training dataloader, and predict."""
-        if self._set_batch_size and not private.function("utilities.parsing.lightning_hasattr")(
+        if self._set_batch_size and not packages.function("utilities.parsing.lightning_hasattr")(
             pl_module, self._batch_arg_name
         ):
             raise ModelError(
@@ -104,7 +105,7 @@ class RotorBatchSizeAdvice(Callback):
         best = self.advice.best
         _log.info("best batch size within %s: %d", format_bytes(self.advice.limit_bytes), best.batch_size)
         if self._set_batch_size:
-            private.function("utilities.parsing.lightning_setattr")(pl_module, self._batch_arg_name, best.batch_size)
+            packages.function("utilities.parsing.lightning_setattr")(pl_module, self._batch_arg_name, best.batch_size)
             private.reset_loaders(trainer)
 
     def _advise(self, loop: TrainerLoop, batch: Any, limit_bytes: int) -> BatchSizeAdvice:

@@ -21,6 +21,7 @@ from lightning_rotor.planned.step_state import State
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.joint_chain import StepPlan
 from lightning_rotor.private import lightning_names as private
+from lightning_rotor.private import lightning_packages as packages
 from lightning_rotor.report import PlotError, plan_table, plot_timeline, stage_table
 from lightning_rotor.shown import rendered, show
 from lightning_rotor.units import MemoryLimit, format_bytes, format_seconds, parse_limit
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 else:
-    Callback = private.joined("callbacks.Callback")
+    Callback = packages.joined("callbacks.Callback")
 
 _log = logging.getLogger(__name__)
 
-_TENSORBOARD = private.each("loggers.TensorBoardLogger")
-_WANDB = private.each("loggers.WandbLogger")
-_MLFLOW = private.each("loggers.MLFlowLogger")
+_TENSORBOARD = packages.from_each("loggers.TensorBoardLogger")
+_WANDB = packages.from_each("loggers.WandbLogger")
+_MLFLOW = packages.from_each("loggers.MLFlowLogger")
 
 # -------------------------------------------------- A plan, seen from the whole training process: what users are shown.
 
@@ -301,7 +302,7 @@ class RotorCallback(Callback):
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
             _log_hyperparameters(trainer, type(self).__qualname__, settings)
-            if not private.is_overridden("configure_model", pl_module):
+            if not packages.is_overridden("configure_model", pl_module):
                 self._attach(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

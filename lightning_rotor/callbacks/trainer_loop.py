@@ -20,6 +20,7 @@ from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
+from lightning_rotor.private import lightning_packages as packages
 from lightning_rotor.private.torch_names import has_step_hooks, outside_of_graphs
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 from lightning_rotor.stages.holders import PLAIN
@@ -28,7 +29,7 @@ from lightning_rotor.stages.sequential import Stage
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_takes_argument = private.function("utilities.signature_utils.is_param_in_hook_signature")
+_takes_argument = packages.function("utilities.signature_utils.is_param_in_hook_signature")
 
 # ------------- A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
 
@@ -156,11 +157,11 @@ class TrainerLoop(TrainingLoop):
         self.warned_of = set()
         self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
-        self.may_be_whole = private.is_overridden("forward", model) and not self.is_compiled
+        self.may_be_whole = packages.is_overridden("forward", model) and not self.is_compiled
         self.is_lead = not trainer.global_rank
         self.local_processes = int(trainer.num_devices)
         self.profiler_is_taken = isinstance(
-            getattr(trainer, "profiler", None), private.each("profilers.PyTorchProfiler")
+            getattr(trainer, "profiler", None), packages.from_each("profilers.PyTorchProfiler")
         )
         # Tuners take all callbacks out while one tries another batch.
         self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
@@ -180,8 +181,8 @@ class TrainerLoop(TrainingLoop):
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         others = [each for each in callbacks if not type(each).__module__.startswith(_HARMLESS)]
         return (
-            any(private.is_overridden(name, self.model) for name in own)
-            or any(private.overrides_hook(each, name) for each in others for name in theirs)
+            any(packages.is_overridden(name, self.model) for name in own)
+            or any(packages.overrides_hook(each, name) for each in others for name in theirs)
             or any(has_step_hooks(each) for each in optimizers)
         )
 
@@ -195,7 +196,7 @@ class TrainerLoop(TrainingLoop):
 
         def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> Any:
             for module in copy.modules():
-                if private.lightning_module_class(module) is not None:
+                if packages.lightning_module_class(module) is not None:
                     _isolate(module, stand_in)
             with self.trainer.precision_plugin.train_step_context():
                 copy.on_train_batch_start(inputs[0], batch_idx)
@@ -242,7 +243,7 @@ def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
 def hush(model: pl.LightningModule) -> None:
     """Let a model and all modules in it log nothing while their code runs again."""
     for module in model.modules():
-        if private.lightning_module_class(module) is not None and "log" not in module.__dict__:
+        if packages.lightning_module_class(module) is not None and "log" not in module.__dict__:
             module.__dict__["log"] = MethodType(log, module)
 
 

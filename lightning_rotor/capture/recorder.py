@@ -52,7 +52,7 @@ from lightning_rotor.capture.writer import GraphWriter, erase
 from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.messages import NOT_ARRIVED, arrived, is_functional, is_on_its_way
+from lightning_rotor.private.functional_collectives import NOT_ARRIVED, arrived, is_functional, is_on_its_way
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers

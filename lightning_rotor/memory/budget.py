@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.devices import HOST, KINDS, DeviceKind, kind_of
 from lightning_rotor.errors import BudgetError, ProfilingError, RotorWarning
 from lightning_rotor.memory import held
 from lightning_rotor.planning import Plan, plan
@@ -261,8 +262,9 @@ def allocated_bytes(
     model: nn.Module, optimizers: Sequence[Optimizer], batch: Iterable[torch.Tensor], device: torch.device
 ) -> int:
     """Bytes that training holds on a device: on CUDA all that the allocator gave out, on the CPU what can be named."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    kind = kind_of(device)
+    if kind.tells_allocated:
+        return kind.allocated_bytes(device)
     return named_bytes(model, optimizers, batch, device)
 
 
@@ -301,28 +303,28 @@ def device_memory(device: torch.device | str) -> DeviceMemory:
     CPU has what the machine or the tightest control group has; files that nobody has read lately are free.
     """
     device = torch.device(device)
-    match device.type:
-        case "cpu":
-            every = [_machine(), *_control_groups()]
-            return DeviceMemory(min(each.total_bytes for each in every), max(0, min(each.free_bytes for each in every)))
-        case "cuda":
-            return _gpu(device)
+    kind = KINDS.get(device.type)
+    if kind is HOST:
+        every = [_machine(), *_control_groups()]
+        return DeviceMemory(min(each.total_bytes for each in every), max(0, min(each.free_bytes for each in every)))
+    if kind is not None and kind.trains:
+        return _accelerator(kind, device)
     raise ProfilingError(
         f"the memory of device {str(device)!r} cannot be read: expected a CPU or CUDA device; for another one give the "
         "memory limit in bytes"
     )
 
 
-def _gpu(device: torch.device) -> DeviceMemory:
-    if not torch.cuda.is_available():
+def _accelerator(kind: DeviceKind, device: torch.device) -> DeviceMemory:
+    if not kind.is_available():
         raise ProfilingError(
             f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that "
             "supports it"
         )
-    driver_free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    unused = driver_free + torch.cuda.memory_reserved(device) - allocated
+    driver_free, total = kind.driver_memory(device)
+    allocated = kind.allocated_bytes(device)
+    allowed = int(kind.process_share(device) * total)
+    unused = driver_free + kind.reserved_bytes(device) - allocated
     return DeviceMemory(allowed, max(0, min(unused, allowed - allocated)))
 
 
@@ -387,13 +389,14 @@ def _read(path: Path) -> str:
 def usable_bytes(device: torch.device | str) -> int:
     """Bytes that tensors of this process can still take on a device, without any allocation that fails."""
     device = torch.device(device)
-    if device.type != "cuda":
+    kind = KINDS.get(device.type)
+    if kind is None or not kind.has_own_memory:
         return device_memory(device).free_bytes
     # CUDA's caching allocator may reserve more than it gives out: room in segments in use, two segments filled in part,
     # and a twentieth for holes that no block fits.
-    torch.cuda.empty_cache()
+    kind.empty_cache()
     free = device_memory(device).free_bytes
-    in_segments = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    in_segments = kind.reserved_bytes(device) - kind.allocated_bytes(device)
     return max(0, free - in_segments - 2 * _SEGMENT_BYTES - free // 20)
 
 

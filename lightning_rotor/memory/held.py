@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import plain_parts, tensors_in, tree_map
 from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
-from lightning_rotor.units import BLOCK_BYTES, in_blocks
+from lightning_rotor.units import in_blocks
 
 
 def parameter_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
@@ -80,11 +81,11 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | 
 
 def block_bytes(size_bytes: int, device: torch.device) -> int:
     """Bytes that an allocation of ``size_bytes`` adds to the allocator's count on a device."""
-    return in_blocks(size_bytes, BLOCK_BYTES.get(device.type, 1))
+    return in_blocks(size_bytes, block_bytes_of(device.type))
 
 
 def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
-    """True if ``device`` is the wanted one; ``"cuda"`` means any GPU, None any device."""
+    """True if ``device`` is the wanted one; a device without a number means any of its kind, None any."""
     if wanted is None:
         return True
     wanted = torch.device(wanted)  # tensors on the CPU have no index, whether or not the user writes "cpu:0"

@@ -3,9 +3,17 @@
 In: a module, a call of it, options. Out: a PipelinedModule that trains in its place, on all processes together::
 
     module, call ──► pipelined ──► PipelinedModule ──► PipelineRunner ──► torch's schedules
-                     (cut, measured,  (``step``: user     (shapes, seeds,   MicroBatchStage
-                     partitioned)     code around it)     outputs for all)  └─ Part ─ Executor
+                     (cut, measured,  (``paused_call``:  (shapes, seeds,   MicroBatchStage
+                     partitioned)     user code around)  outputs for all)  └─ Part ─ Executor
 
-Read ``pipeline_schedule`` and ``pipeline_simulator`` (plain numbers), ``partition``, ``micro_batches``, ``placement``,
-then ``runner``, ``step``, ``pipelined``. No Lightning in here.
+Read, plain numbers first:
+
+- ``pipeline_schedule``, ``pipeline_simulator`` and ``partition`` decide who does what when, without torch;
+- ``micro_batches``, ``micro_batch_seeds``, ``batch_statistics``: a batch in parts that train as the whole does;
+- ``processes``, ``placement``, ``device_speeds``: who has which weights, and who is how fast;
+- ``layouts``, ``part``, ``micro_batch_stage``, ``runner``: a step;
+- ``paused_call``, ``pipelined_module``, ``pipelined``: a module becomes a pipeline;
+- ``pipeline`` is the facade for a plain loop, ``balances`` serves torchgpipe's users.
+
+No Lightning in here.
 """

@@ -23,7 +23,8 @@ from torch import nn
 from lightning_rotor.errors import BudgetError, MessageError, RotorError, ScheduleError
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
-from lightning_rotor.private.messages import MessageWatch, group_beside, processes
+from lightning_rotor.private.messages import MessageWatch
+from lightning_rotor.private.process_groups import group_beside, processes
 from lightning_rotor.private.torch_names import uncompiled
 from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.schedule import Schedule

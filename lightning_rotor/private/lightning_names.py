@@ -1,103 +1,12 @@
-"""The two packages that Lightning comes as, and private names of Lightning 2.6 and torchmetrics 1; none is required."""
+"""Private names of Lightning 2.6 and torchmetrics 1."""
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from operator import attrgetter
-from types import ModuleType
 from typing import Any
 
 import torch
 
-# ----- Lightning is published as two packages with the same code, whose classes are different ones. A Trainer takes
-# callbacks, strategies and models of its own package alone, and programs of others are written for either.
-
-LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
-_OLDEST = (2, 6)
-
-
-@cache
-def installed() -> tuple[ModuleType, ...]:
-    """Packages of Lightning that are installed, and new enough. The second one costs a quarter of a second."""
-    found = []
-    for name in LIGHTNINGS:
-        try:
-            package = import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name not in (name, name.partition(".")[0]):
-                raise
-            continue
-        version = import_module(name.partition(".")[0]).__version__
-        if tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST:
-            found.append(package)
-    return tuple(found)
-
-
-@cache
-def each(path: str) -> tuple[Any, ...]:
-    """Objects of each installed Lightning under a path, such as the classes ``"loggers.TensorBoardLogger"``."""
-    module, _, name = path.rpartition(".")
-    return tuple(getattr(import_module(f".{module}", package.__name__), name) for package in installed())
-
-
-def function(path: str) -> Any:
-    """A function of Lightning by its path, of either package: one that asks for no object's class."""
-    return each(path)[0]
-
-
-@cache
-def joined(path: str, first: str = LIGHTNINGS[0]) -> Any:
-    """A class to derive from that is one of each installed Lightning; the code that runs is the ``first`` one's."""
-    found = sorted(each(path), key=lambda kind: not _is_of(kind, first))
-    if len(found) == 1:
-        return found[0]
-    # LightningCLI looks for classes below those that can be imported.
-    name = f"_{found[0].__name__}_of_{first.partition('.')[0]}_first"
-    globals()[name] = made = type(found[0])(name, tuple(found), {"__module__": __name__})
-    return made
-
-
-def follow(kind: type, path: str, part: Any) -> None:
-    """Let a class that derives from :func:`joined` run the code of the Lightning that a part of the Trainer is of.
-
-    Strategies assert that models are of their own Lightning. Trainers of both in one process take turns.
-    """
-    name = next((name for name in LIGHTNINGS if any(_is_of(base, name) for base in type(part).__mro__)), LIGHTNINGS[0])
-    if kind.__bases__ != (base := (joined(path, name),)):
-        kind.__bases__ = base
-
-
-def _is_of(kind: type, package: str) -> bool:
-    return kind.__module__.startswith(f"{package}.")
-
-
-def lightning_module_class(module: Any) -> type | None:
-    """The LightningModule that an object's class derives from, or None. No Lightning is imported for the answer."""
-    return next(
-        (
-            kind
-            for kind in type(module).__mro__
-            if kind.__name__ == "LightningModule" and any(_is_of(kind, package) for package in LIGHTNINGS)
-        ),
-        None,
-    )
-
-
-def is_overridden(name: str, module: Any) -> bool:
-    """True if a LightningModule has a method of its own."""
-    from lightning_utilities.core.overrides import is_overridden as differs
-
-    parent = lightning_module_class(module)
-    return parent is not None and bool(differs(name, module, parent))
-
-
-def overrides_hook(callback: Any, name: str) -> bool:
-    """True if a callback has a hook of its own, whichever Lightning its class is from."""
-    owner = next(kind for kind in type(callback).__mro__ if name in vars(kind))
-    return not any(_is_of(owner, package) for package in LIGHTNINGS) or owner.__name__ != "Callback"
-
-
-# -------------------------------------------------------------------- private names
+from lightning_rotor.private import lightning_packages as packages
 
 TRAINERS = ("_trainer", "_fabric")
 """Attributes in which a LightningModule keeps who trains it. The public ``trainer`` cannot be hidden."""
@@ -136,12 +45,12 @@ def before_batch_transfer(module: Any, batch: Any, loader: int = 0) -> Any:
 
 def reset_loaders(trainer: Any) -> None:
     """Let the Trainer ask for its loaders anew, as its batch size finder does after each size."""
-    function("tuner.batch_size_scaling._reset_dataloaders")(trainer)
+    packages.function("tuner.batch_size_scaling._reset_dataloaders")(trainer)
 
 
 def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
     """The optimizers that ``configure_optimizers`` returns in its many forms. Only strategies make them in public."""
-    make = function("core.optimizer._init_optimizers_and_lr_schedulers")
+    make = packages.function("core.optimizer._init_optimizers_and_lr_schedulers")
     optimizers: list[torch.optim.Optimizer] = make(module)[0]
     return optimizers
 

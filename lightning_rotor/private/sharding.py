@@ -31,10 +31,12 @@ from lightning_rotor.private.undoing import undone
 
 def units_below(module: nn.Module, kind: str = "FSDPModule") -> list[str]:
     """Names of the modules below a module that ``fully_shard`` was called on, or that are of another class of FSDP."""
-    return [name for name, each in module.named_modules() if name and isinstance(each, _class(kind))]
+    classes = _class(kind)
+    return [name for name, submodule in module.named_modules() if name and isinstance(submodule, classes)]
 
 
 def _class(name: str) -> Any:
+    """A class of FSDP, or an empty tuple, which ``isinstance`` takes for no class."""
     # Without FSDP having been imported nothing is of its classes, and importing takes a second.
     return getattr(sys.modules.get("torch.distributed.fsdp"), name, ())
 
@@ -42,13 +44,23 @@ def _class(name: str) -> Any:
 def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
     """The units among modules and what they hold, outer ones first."""
     kind = _class("FSDPModule")
-    found = (each for module in modules for each in module.modules() if isinstance(each, kind)) if kind else ()
-    return tuple(map(Unit, dict.fromkeys(found)))
+    # This is asked at every call, and mostly there is no FSDP.
+    if not kind:
+        return ()
+    sharded = [submodule for module in modules for submodule in module.modules() if isinstance(submodule, kind)]
+    return tuple(map(Unit, dict.fromkeys(sharded)))
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """Bytes of units: gathered parameters (or their message), their gradients, the message with these, own shards."""
+    """Bytes of units.
+
+    Attributes:
+        gathered_bytes: Parameters in one piece, or the message that brings them.
+        gradient_bytes: Gradients of these.
+        reduced_bytes: The message that takes gradients to the shards.
+        shard_bytes: Gradients of this process's shards.
+    """
 
     gathered_bytes: int = 0
     gradient_bytes: int = 0
@@ -83,29 +95,43 @@ class Unit:
     @property
     def sizes(self) -> UnitSizes:
         """Bytes of the unit's messages. Padding, included, makes all shards as large."""
-        return sum((_sizes_of(group) for group in self._groups), UnitSizes())
+        total = UnitSizes()
+        for group in self._groups:
+            total += _sizes_of(group)
+        return total
 
     @property
     def _groups(self) -> list[Any]:
         """Its groups of parameters, several since torch 2.13."""
         state = self.module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        return [state._fsdp_param_group] * (state._fsdp_param_group is not None) if groups is None else groups
+        groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+        if groups is not None:
+            return groups
+        group = state._fsdp_param_group
+        return [] if group is None else [group]
 
     @property
     def _orders(self) -> list[list[Any]]:
-        """In which order forwards ran, by which backwards gather in advance: places of groups, and the shared lists."""
-        shared = [getattr(each.comm_ctx, "post_forward_order", []) for each in self._groups]  # none before a forward
-        return [*(each._post_forward_indices for each in self._groups), *shared]
+        """Lists of the order in which forwards ran, by which backwards gather in advance.
+
+        Each group has its places in the order, and all groups share the list of groups.
+        """
+        orders = [group._post_forward_indices for group in self._groups]
+        for group in self._groups:
+            # There is none before the first forward.
+            orders.append(getattr(group.comm_ctx, "post_forward_order", []))
+        return orders
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Context with its parameters in place. Its hooks take each forward for a recomputation: they convert types."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-        was_whole, state = self.is_whole, self.module._get_fsdp_state()
+        was_whole = self.is_whole
+        state = self.module._get_fsdp_state()
         self.module.unshard()
-        before, state._training_state = state._training_state, TrainingState.PRE_BACKWARD
+        before = state._training_state
+        state._training_state = TrainingState.PRE_BACKWARD
         try:
             yield
         finally:
@@ -126,9 +152,12 @@ def gathered(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
-    in_backward = backward_number() is not None
-    spread = [unit for unit in units if not unit.is_whole] if in_backward else []
-    yield  # a recomputation that stops early ends in an exception, in the very unit where the backward stands
+    spread: list[Unit] = []
+    if backward_number() is not None:
+        spread = [unit for unit in units if not unit.is_whole]
+    # A recomputation that stops early ends in an exception, in the very unit where the backward stands. So there is no
+    # ``finally`` here.
+    yield
     for unit in spread:
         unit.module.reshard()
 
@@ -141,9 +170,8 @@ def as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     units = units_in(modules)
     states = [unit.module._get_fsdp_state() for unit in units]
-    before = [
-        (owner, owner._training_state) for owner in (*states, *(group for unit in units for group in unit._groups))
-    ]
+    groups = [group for unit in units for group in unit._groups]
+    before = [(owner, owner._training_state) for owner in (*states, *groups)]
     roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in states]
     spread = [unit for unit in units if not unit.is_whole]
 
@@ -169,39 +197,55 @@ def unrecorded(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _unordered(units: tuple[Unit, ...]) -> Iterator[None]:
-    before = {id(order): (order, list(order)) for unit in units for order in unit._orders}
+    """Context behind which the orders of forwards are what they were."""
+    # With the lists, which keep their ids from being used again.
+    before = {id(order): (order, list(order)) for order in _orders_of(units)}
 
     def put_back() -> None:
-        for order in (order for unit in units for order in unit._orders):
-            _, entries = before.get(id(order), (order, []))  # the first forward of all makes new ones
+        for order in _orders_of(units):
+            # The first forward of all makes new ones.
+            _, entries = before.get(id(order), (order, []))
             order[:] = entries
 
     with undone(put_back):
         yield
 
 
+def _orders_of(units: tuple[Unit, ...]) -> list[list[Any]]:
+    return [order for unit in units for order in unit._orders]
+
+
 def messages_bytes(module: nn.Module) -> int:
     """Most bytes that units leave behind for their neighbours to overlap with, and bytes that stay gathered."""
-    units = [unit for unit in units_in((module,)) if not unit.is_whole]
-    sizes = [unit.sizes for unit in units]
-    passing = max((size.gathered_bytes for size in sizes), default=0) + max((s.reduced_bytes for s in sizes), default=0)
-    return passing + sum(size.gathered_bytes for unit, size in zip(units, sizes, strict=True) if unit.stays_whole)
+    # The message of one unit's parameters and that of another one's gradients may be on their way at once.
+    largest_gathered = largest_reduced = staying = 0
+    for unit in units_in((module,)):
+        if unit.is_whole:
+            continue
+        sizes = unit.sizes
+        largest_gathered = max(largest_gathered, sizes.gathered_bytes)
+        largest_reduced = max(largest_reduced, sizes.reduced_bytes)
+        if unit.stays_whole:
+            staying += sizes.gathered_bytes
+    return largest_gathered + largest_reduced + staying
 
 
 def _sizes_of(group: Any) -> UnitSizes:
+    """Bytes of a group of parameters. Its shards are padded to one size."""
     processes = getattr(group.mesh_info, "shard_mesh_size", 1)
     total = UnitSizes()
     for parameter in group.fsdp_params:
         shard = int(parameter._sharded_param_data.numel())
         original = parameter.sharded_param.dtype
+        # Types of a mixed precision policy, None without one.
         computed = getattr(parameter, "param_dtype", None) or original
         reduced = getattr(parameter, "reduce_dtype", None) or computed
         whole = shard * processes
         learns = parameter.sharded_param.requires_grad
         total += UnitSizes(
-            whole * computed.itemsize,
-            learns * whole * computed.itemsize,
-            learns * whole * reduced.itemsize,
-            learns * shard * original.itemsize,
+            gathered_bytes=whole * computed.itemsize,
+            gradient_bytes=learns * whole * computed.itemsize,
+            reduced_bytes=learns * whole * reduced.itemsize,
+            shard_bytes=learns * shard * original.itemsize,
         )
     return total

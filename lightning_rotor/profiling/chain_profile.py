@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.devices import kind_of
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.profiling.scan import merged
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.units import BLOCK_BYTES
 
 
 # No slots, because of the cached properties.
@@ -49,10 +49,11 @@ class Profile:
     @cached_property
     def copied_bytes(self) -> int:
         """Bytes of the buffer copies that a forward holds in case it must run again; 0 where torch counts none."""
-        block_bytes = BLOCK_BYTES.get(torch.device(self.chain.device).type)
-        if block_bytes is None:
+        kind = kind_of(torch.device(self.chain.device))
+        # On the CPU, copies are in NumPy's memory.
+        if not kind.tells_allocated:
             return 0
-        return self.state.copied_bytes(block_bytes)
+        return self.state.copied_bytes(kind.block_bytes)
 
     @cached_property
     def draws_random(self) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.flop_counter import flop_registry
 
 from lightning_rotor.capture.sequentialize import sequentialize
+from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.torch_names import (
     DataDependentOutputException,
@@ -37,7 +38,7 @@ from lightning_rotor.profiling.chain_profiler import Progress
 from lightning_rotor.profiling.dry_run import unlogged
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import Meter
-from lightning_rotor.units import BLOCK_BYTES, in_blocks
+from lightning_rotor.units import in_blocks
 
 # ----------------------- How long an operator takes on an accelerator, from its arithmetic and the bytes that it moves.
 
@@ -257,7 +258,7 @@ def estimate_profile(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     give_fake_tensors(model, mode)
-    meter = EstimatingMeter(accelerator, block_bytes=BLOCK_BYTES.get(like, 1))
+    meter = EstimatingMeter(accelerator, block_bytes=block_bytes_of(like))
     try:
         with mode, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None), unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)

@@ -48,8 +48,8 @@ class Recording:
         self.given_back: set[int] = set()
         # Of the phase that is not over yet.
         self._label = ""
-        self._start_bytes = 0
-        self._peak_bytes = 0
+        self.phase_start_bytes = 0
+        self.phase_peak_bytes = 0
 
     def start(self) -> None:
         """Begin."""
@@ -63,15 +63,15 @@ class Recording:
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        self.phases.append(MeteredPhase(self._label, self._start_bytes, self._peak_bytes, self.end_bytes))
+        self.phases.append(MeteredPhase(self._label, self.phase_start_bytes, self.phase_peak_bytes, self.end_bytes))
         self._label = label
-        self._start_bytes = self.end_bytes
-        self._peak_bytes = self.end_bytes
+        self.phase_start_bytes = self.end_bytes
+        self.phase_peak_bytes = self.end_bytes
 
     def count(self, size_bytes: int) -> None:
         """Add a block that was taken, or given back if its size is negative."""
         self.end_bytes += size_bytes
-        self._peak_bytes = max(self._peak_bytes, self.end_bytes)
+        self.phase_peak_bytes = max(self.phase_peak_bytes, self.end_bytes)
 
     def first(self, label: str) -> MeteredPhase:
         """The first phase with this label."""

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_rotor.devices import HOST, TRAINING, expected_kinds, kind_of
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.torch_names import is_profiling
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.profiling.cpu_recording import CpuRecording
 from lightning_rotor.profiling.cuda_recording import CudaRecording
 from lightning_rotor.profiling.memory_recording import Recording
-from lightning_rotor.units import BLOCK_BYTES
 
 
 class Meter(Protocol):
@@ -92,26 +92,23 @@ class CudaMeter(Meter):
     """
 
     needs_warm_up = True
-    block_bytes = BLOCK_BYTES["cuda"]
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._kind = kind_of(device)
+        self.block_bytes = self._kind.block_bytes
 
     def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
         """A recording that has not begun. The statistics count all older blocks, whose sizes the allocator knows."""
         return CudaRecording(self._device, of_step=of_step)
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> Any:
         """An event on the current stream: the host runs ahead of the device, so its own clock says nothing."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._kind.time_point(self._device)
 
-    def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    def seconds_between(self, start: Any, end: Any) -> float:
         """Time on the device; waits for the later event."""
-        end.synchronize()
-        milliseconds = start.elapsed_time(end)
-        return float(milliseconds) / 1e3
+        return self._kind.seconds_between(start, end)
 
 
 def meter_for(device: torch.device) -> Meter:
@@ -120,10 +117,11 @@ def meter_for(device: torch.device) -> Meter:
     Raises:
         ProfilingError: There is none for this kind of device.
     """
-    match device.type:
-        case "cpu":
-            return CpuMeter()
-        case "cuda":
-            return CudaMeter(device)
-        case kind:
-            raise ProfilingError(f"memory on device {kind!r} cannot be measured: expected the model on 'cpu' or 'cuda'")
+    if device.type not in TRAINING:
+        raise ProfilingError(
+            f"memory on device {device.type!r} cannot be measured: expected the model on {expected_kinds()}"
+        )
+    if kind_of(device) is HOST:
+        return CpuMeter()
+    # Of any kind whose allocator tells levels. One that does not refuses the first recording.
+    return CudaMeter(device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from lightning_rotor.devices import CUDA, kind_of
 from lightning_rotor.errors import BudgetError
 
 _ROWS = 16
@@ -45,14 +46,14 @@ def take_workspaces(device: torch.device) -> None:
     Raises:
         BudgetError: The device has no room even for these.
     """
-    if device.type != "cuda":
+    if kind_of(device) is not CUDA:
         return
     try:
-        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             matrix = torch.ones(_ROWS, _ROWS, device=device, requires_grad=True)
             torch.autograd.grad(_InBothThreads.apply(matrix).sum(), matrix)
     except torch.OutOfMemoryError as error:
-        held_bytes = torch.cuda.memory_allocated(device)
+        held_bytes = CUDA.allocated_bytes(device)
         raise BudgetError(
             f"{device} has no room left for the workspaces of matrix products, before any layer runs: expected some "
             f"80 MiB beside the {held_bytes:,} bytes that this process holds there. Free memory of the device, or use "

@@ -10,7 +10,8 @@ pytest.importorskip("matplotlib")
 
 from lightning_rotor.pipeline.partition import partition
 from lightning_rotor.pipeline.pipeline_schedule import orders
-from lightning_rotor.pipeline.pipeline_simulator import MicroBatchLoad, PipelineStageLoad, simulate_pipeline
+from lightning_rotor.pipeline.pipeline_simulator import simulate_pipeline
+from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
 from lightning_rotor.report import PlotError, plot_pipeline
 from lightning_rotor.report.figures import PHASE_COLOURS
 from tests.strategies import random_chain

@@ -8,7 +8,7 @@ between::
               they matter,       program over bounds)
               ``in_flight``)
 
-Read ``in_flight`` (runs and their plans), ``problem``, ``search`` (what cuts are, and the best), ``solve``.
+Read ``problem``, ``cuts``, ``in_flight`` (plans of runs), ``run_costs``, ``seconds_bounds``, ``search``, ``solve``.
 """
 
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode

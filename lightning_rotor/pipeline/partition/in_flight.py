@@ -37,7 +37,7 @@ import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.errors import BudgetError
-from lightning_rotor.pipeline.pipeline_simulator import MicroBatchLoad
+from lightning_rotor.pipeline.stage_loads import MicroBatchLoad
 from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.effort import SAME
 from lightning_rotor.planning.kernels import Seconds

@@ -13,17 +13,12 @@ from rich.table import Table
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.partition.cuts import Cuts, cuts_of, even_balance, least_bottleneck, runs_of
 from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
-from lightning_rotor.pipeline.partition.problem import Costs, PipelineDevice, Problem, StageChoice
-from lightning_rotor.pipeline.partition.search import (
-    Cuts,
-    Search,
-    cuts_of,
-    even_balance,
-    impossible,
-    least_bottleneck,
-    runs_of,
-)
+from lightning_rotor.pipeline.partition.problem import PipelineDevice, Problem
+from lightning_rotor.pipeline.partition.run_costs import Costs, StageChoice
+from lightning_rotor.pipeline.partition.search import Search
+from lightning_rotor.pipeline.partition.seconds_bounds import impossible
 from lightning_rotor.pipeline.pipeline_simulator import PipelineSimulation, simulate_pipeline
 from lightning_rotor.shown import cell, rendered
 from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer

@@ -1,0 +1,111 @@
+"""A pipeline in a plain loop, without Lightning."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_rotor.errors import PipelineError
+from lightning_rotor.memory.budget import resolve_limit
+from lightning_rotor.pipeline.micro_batches import largest_part
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions
+from lightning_rotor.pipeline.pipelined import pipelined
+from lightning_rotor.pipeline.placement import bytes_around, kept_bytes, tensors_of
+from lightning_rotor.pipeline.processes import PipelineProcesses, first, share_start
+from lightning_rotor.private.values import call_with
+from lightning_rotor.units import parse_limit
+
+
+class Pipeline:
+    """Trains a module as a pipeline in a plain loop: the same script in every process, as ``torchrun`` starts it.
+
+    The module is cut in its place. Every process keeps the weights of its own stages, and computes what is outside.
+
+    Args:
+        module: To cut, with all its weights in every process, on the process's device. The first one's values count.
+        sample: Its input for a batch; a tuple for several arguments, a dict for keywords.
+        model: What the module is a part of, if more of it learns.
+        mem_limit: What training may take of each device, as for :class:`~lightning_rotor.RotorCallback`; but None does
+            not limit it, and then ``recompute="rotor"`` recomputes nothing.
+        optimizer_scale: Bytes of optimizer state for each byte of trained weights, within ``mem_limit``: 2 for Adam.
+        options: Fields of :class:`.PipelineOptions`, such as ``micro_batches=8`` or ``balance=[3, 4, 2]``.
+    Attributes:
+        partition: How the module is cut.
+    Raises:
+        PipelineError: There is no process group, or something speaks against a pipeline; on every process.
+        PartitionError: No partition fits ``mem_limit``; says the least memory per device that would.
+    Example:
+        >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
+        >>> pipeline = Pipeline(net, images, micro_batches=8)  # doctest: +SKIP
+        >>> optimizer = torch.optim.SGD(pipeline.parameters(), 0.1)  # doctest: +SKIP
+        >>> loss = pipeline.step(lambda x, y: F.cross_entropy(net(x), y), images, labels)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sample: Any,
+        *,
+        model: nn.Module | None = None,
+        mem_limit: int | float | str | None = None,
+        optimizer_scale: float = 2.0,
+        **options: Any,
+    ) -> None:
+        if not dist.is_initialized():
+            raise PipelineError(
+                "there is no process group: expected torch.distributed.init_process_group() before, in a script that "
+                "torchrun --nproc-per-node=N starts"
+            )
+        self._model, self._steps = model or module, 0
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        processes, chosen, limit = PipelineProcesses(device), PipelineOptions(**options), parse_limit(mem_limit)
+        share_start(self._model, processes)
+        call, memory_bytes = call_with(sample), None
+        if limit is not None:
+            around = bytes_around(self._model, module, call, optimizer_scale)
+            memory_bytes = resolve_limit(limit, device) - around
+        self._cut = pipelined(
+            self._model,
+            module,
+            largest_part(call, chosen.micro_batches),
+            options=chosen,
+            memory_bytes=memory_bytes,
+            state_bytes=lambda stages: [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages],
+            processes=processes,
+        )
+        self.partition, self._cut.caller = self._cut.partition, "the function given to Pipeline.step"
+        self._cut.start()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters that this process trains, for its optimizer."""
+        return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
+
+    def step(self, run: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to existing ones.
+
+        Args:
+            run: Takes a part of the batch, calls the module once, and returns the part's loss, a mean over its rows. It
+                runs once for each micro-batch, in every process.
+            batch: What ``run`` takes. The first process's counts.
+        Returns:
+            The loss of the batch, in every process, detached.
+        Raises:
+            PipelineError: ``run`` does not return a loss, or does not call the module once.
+        """
+        self._steps += 1
+        batch = first(batch)
+        return self._cut.train(lambda part: run(*part), batch, number=self._steps - 1)[1]
+
+    def clip_by_norm(self, limit: float) -> torch.Tensor:
+        """Clip gradients by the norm that they have over all processes, and return that norm."""
+        return self._cut.placement.clip_by_norm(self._model.parameters(), limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model's state in the first process; all processes must ask. Elsewhere the local part."""
+        return self._cut.placement.whole_state_dict(self._model.state_dict())
+
+    def close(self) -> None:
+        """Give every process all weights again, and the module its own forward."""
+        self._cut.stop()

@@ -1,0 +1,106 @@
+"""``torch.compile``: modules that were compiled, with which settings, and code that must not be."""
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from inspect import getclosurevars
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+
+
+def outside_of_graphs(function: Callable[..., Any], reason: str | None = None) -> Callable[..., Any]:
+    """``torch.compiler.disable`` without importing the compiler now; ``reason`` is told under ``fullgraph=True``."""
+    kept_out: Any = _disable_dynamo(function)
+    if reason is not None:
+        kept_out._torchdynamo_disable = True
+        kept_out._torchdynamo_disable_msg = reason
+    return kept_out  # type: ignore[no-any-return]
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Context in which what was given to ``torch.compile`` runs as it is written, as it does under a mode anyway.
+
+    torch < 2.14 never compiles code again that it has once met under a mode.
+    """
+    # Nothing is compiled yet, and importing the compiler takes a second.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute in which ``module.compile()`` keeps what runs instead."""
+INNER = "_orig_mod"
+"""Name under which what ``torch.compile(module)`` returns holds the module. It is in the keys of state_dicts."""
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """True after ``module.compile()``."""
+    return module.__dict__.get(COMPILED_CALL) is not None
+
+
+def is_compiler_wrapper(module: nn.Module) -> bool:
+    """True if a module is what ``torch.compile(module)`` returns. Its class is behind an import of the compiler."""
+    return type(module).__name__ == "OptimizedModule" and INNER in module._modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """True if the user compiled this very module, by ``module.compile()`` or ``torch.compile(module)``."""
+    return is_compiler_wrapper(module) or is_compiled_in_place(module)
+
+
+def module_inside(wrapper: nn.Module) -> nn.Module:
+    """The module that was given to ``torch.compile``."""
+    return wrapper.get_submodule(INNER)
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, but without what ``module.compile()`` has put there."""
+    return module._call_impl(*args, **kwargs)
+
+
+COMPILER_ATTRIBUTES = frozenset(
+    ("forward", "dynamo_ctx", "get_compiler_config", "_torchdynamo_orig_callable", "_torchdynamo_wrapper_id")
+)
+"""Attributes of what ``torch.compile(module)`` returns that say nothing about the module."""
+
+
+class CompilerSettings(NamedTuple):
+    """Settings that a module was compiled with; ``has_more`` stands for guard_filter_fn or dynamic_shapes."""
+
+    backend: Any
+    fullgraph: bool
+    dynamic: bool | None
+    has_more: bool
+
+
+def compiler_settings(module: nn.Module) -> CompilerSettings | None:
+    """Settings that a module was compiled with, behind its ``get_compiler_config``; None if torch does not tell."""
+    compiled = module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL)
+    ask = getattr(compiled, "get_compiler_config", None)
+    if not isinstance(ask, FunctionType):
+        return None
+    # The function is a closure over what has the settings, and returns other ones.
+    context = getclosurevars(ask).nonlocals.get("self")
+    try:
+        backend, fullgraph, dynamic = context.callback, context.fullgraph, context._dynamic  # type: ignore[union-attr]
+    except AttributeError:
+        return None
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    hooks = getattr(context, "_hooks", None)
+    shapes = getattr(context, "_dynamic_shapes", None)
+    has_more = bool(getattr(hooks, "guard_filter_fn", None) or shapes)
+    return CompilerSettings(backend, fullgraph, dynamic, has_more)
+
+
+def activation_budget(budget: float) -> AbstractContextManager[Any]:
+    """Context in which graphs are compiled under an activation memory budget, documented under this name alone."""
+    # The compiler, which takes a second to import.
+    from torch._functorch import config
+
+    return config.patch(activation_memory_budget=budget)  # type: ignore[no-any-return]

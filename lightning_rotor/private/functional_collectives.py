@@ -1,0 +1,51 @@
+"""Functional collectives: messages whose results arrive later, read in torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from lightning_rotor.private.operators import OpOverload, OpOverloadPacket, packet_of
+from lightning_rotor.private.values import tensors_in
+
+NOT_ARRIVED = (
+    "it returns the result of a functional collective, which may not have arrived yet: expected it to wait, with "
+    "result.wait()"
+)
+"""Why such a tensor can be no value between operations or stages."""
+
+
+def is_functional(function: Any) -> bool:
+    """True for a functional collective, which returns before its result is there, and for what hands that on."""
+    return isinstance(function, (OpOverload, OpOverloadPacket)) and "c10d_functional" in str(function)
+
+
+@cache
+def arrived(function: Any) -> Callable[..., Any]:
+    """A functional collective that waits for its result, which is then a tensor like any other."""
+    packet = packet_of(function) if isinstance(function, OpOverload) else function
+    name = packet.__name__
+    # It wraps a result into a tensor that waits when it is used.
+    if name.startswith("_wrap_tensor"):
+        return _itself
+
+    def awaited(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for tensor in tensors_in(result):
+            torch.ops._c10d_functional.wait_tensor(tensor.detach())
+        return result
+
+    awaited.__name__ = name
+    return awaited
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def is_on_its_way(tensor: torch.Tensor) -> bool:
+    """True for what functional collectives hand out: a tensor that waits for a message when it is used."""
+    return type(tensor).__name__ == "AsyncCollectiveTensor"

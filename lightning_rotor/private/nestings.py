@@ -1,0 +1,237 @@
+"""Nestings of tuples, lists, dicts, dataclasses, attrs classes, plain objects and registered containers.
+
+``torch.utils._pytree`` is private in name alone: torch's own messages send users there to register containers, and
+``torch.utils`` has no public module of the kind. The same in 2.11 to 2.15.
+"""
+
+import enum
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    TreeSpec,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_structure,
+    tree_unflatten,
+)
+
+__all__ = [
+    "TreeSpec",
+    "attribute_of",
+    "flatten",
+    "is_plain_container",
+    "keystr",
+    "leaves_by_path",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_structure",
+    "tree_unflatten",
+    "watch_containers",
+]
+
+
+def attribute_of(owner: Any, name: str, default: Any = None) -> Any:
+    """An attribute that an object or its class has by itself. A ``__getattr__`` of the user's may raise anything."""
+    try:
+        return object.__getattribute__(owner, name)
+    # A property of the user's may raise anything, too.
+    except Exception:
+        return default
+
+
+def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
+    """``tree_flatten`` that also looks into objects which are nothing but their values: it registers their classes.
+
+    These are dataclasses and attrs objects; tuples, lists and dicts of a class of the user's; and other objects whose
+    attributes are tensors and plain values, of which at least one is a tensor.
+    """
+    leaves, spec = tree_flatten(value)
+    is_new = False
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind not in _SIMPLE and kind not in SUPPORTED_NODES and _can_be_taken_apart(leaf):
+            register_pytree_node(kind, _taken_apart, _put_together, flatten_with_keys_fn=_named)
+            is_new = True
+    return flatten(value) if is_new else (leaves, spec)
+
+
+_SIMPLE = frozenset((torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)))
+"""Types of most leaves, which are no containers."""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), enum.Enum, slice),
+    *(torch.dtype, torch.device, torch.memory_format, torch.Size),
+)
+_MISSING = object()
+_LIBRARIES = frozenset(("torch", "numpy", "lightning", "pytorch_lightning", "torchmetrics", "transformers"))
+"""Packages whose objects may hold more than their attributes show, or are filled by layers, as caches are."""
+
+
+@lru_cache(maxsize=1024)
+def _base_of(kind: Any) -> Any:
+    """The class of Python's whose values objects of a class have besides attributes; None if there may be others."""
+    if is_dataclass(kind) or hasattr(kind, "__attrs_attrs__"):
+        return None if issubclass(kind, torch.nn.Module) else object
+    if kind.__module__.partition(".")[0] in _LIBRARIES or issubclass(kind, (defaultdict, BaseException, enum.Enum)):
+        return None
+    if kind.__module__ == "builtins" or any(vars(each).get("__slots__") for each in kind.__mro__):
+        return None
+    bases: tuple[type, ...] = (OrderedDict, dict, list, tuple, object)
+    base: Any = next(base for base in bases if issubclass(kind, base))
+    # Whoever has a ``__new__`` or a destructor of its own may mind being made, or deleted, once more.
+    is_made_plainly = kind.__new__ is base.__new__ and not hasattr(kind, "__del__")
+    return base if is_made_plainly else None
+
+
+def _can_be_taken_apart(value: Any) -> bool:
+    """True if a value can be made again of its parts, and for a plain object also if it holds tensors."""
+    kind: Any = type(value)
+    base = _base_of(kind)
+    if base is None or is_dataclass(kind) or hasattr(kind, "__attrs_attrs__"):
+        return base is not None
+    leaves = _leaves_within(value, ())
+    if leaves is None:
+        return False
+    return base is not object or any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _leaves_within(value: Any, around: tuple[Any, ...]) -> list[Any] | None:
+    """The tensors and plain values that an object is made of, at any depth; None if it has other parts."""
+    # An object of C++ has no namespace that shows what it holds.
+    kind: Any = type(value)
+    has_parts = _base_of(kind) is not object or isinstance(attribute_of(value, "__dict__"), dict)
+    if not has_parts or any(value is each for each in around):
+        return None
+    found: list[Any] = []
+    for leaf in tree_leaves(_taken_apart(value)[0]):
+        if isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            found.append(leaf)
+            continue
+        inner_kind: Any = type(leaf)
+        inner = None if _base_of(inner_kind) is None else _leaves_within(leaf, (*around, value))
+        if inner is None:
+            return None
+        found += inner
+    return found
+
+
+def _taken_apart(record: Any) -> tuple[list[Any], Any]:
+    """The values of an object's fields and entries, and of what else was set; and what makes such an object again."""
+    kind = type(record)
+    names: dict[str, None] = {}
+    if is_dataclass(kind) or hasattr(kind, "__attrs_attrs__"):
+        declared = fields(kind) if is_dataclass(kind) else kind.__attrs_attrs__
+        names.update(dict.fromkeys(field.name for field in declared))
+    namespace = attribute_of(record, "__dict__", ())
+    # A dict may be its own namespace, as one whose entries are attributes.
+    shows_itself = namespace is record
+    if not shows_itself:
+        names.update(dict.fromkeys(namespace))
+    found = {name: attribute_of(record, name, _MISSING) for name in names}
+    found = {name: value for name, value in found.items() if value is not _MISSING}
+    keys, entries = _entries_of(record)
+    return [*entries, *found.values()], (kind, keys, tuple(found), shows_itself)
+
+
+def _entries_of(record: Any) -> tuple[tuple[Any, ...], list[Any]]:
+    """Keys and values of a container of a class of the user's, whose own methods are not asked; of others, none."""
+    if isinstance(record, dict):
+        items = [*(OrderedDict if isinstance(record, OrderedDict) else dict).items(record)]
+        return tuple(key for key, _ in items), [value for _, value in items]
+    entries: list[Any] = []
+    if isinstance(record, tuple):
+        entries += tuple.__iter__(record)
+    elif isinstance(record, list):
+        entries += list.__iter__(record)
+    return tuple(range(len(entries))), entries
+
+
+def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    values, context = _taken_apart(record)
+    _, keys, names, _ = context
+    of_entries: type = MappingKey if isinstance(record, dict) else SequenceKey
+    ways = [*map(of_entries, keys), *map(GetAttrKey, names)]
+    return list(zip(ways, values, strict=True)), context
+
+
+def _put_together(values: Iterable[Any], context: Any) -> Any:
+    """An object with these entries and attributes. Its class is not asked: ``__post_init__`` might make other ones."""
+    kind, keys, names, shows_itself = context
+    parts = list(values)
+    entries = parts[: len(keys)]
+    if issubclass(kind, tuple):
+        record = tuple.__new__(kind, entries)
+    elif issubclass(kind, list):
+        record = list.__new__(kind)
+        list.extend(record, entries)
+    elif issubclass(kind, dict):
+        base = OrderedDict if issubclass(kind, OrderedDict) else dict
+        record = base.__new__(kind)
+        base.update(record, zip(keys, entries, strict=True))
+        if shows_itself:
+            object.__setattr__(record, "__dict__", record)
+    else:
+        record = object.__new__(kind)
+    for name, value in zip(names, parts[len(keys) :], strict=True):
+        object.__setattr__(record, name, value)
+    return record
+
+
+def is_plain_container(value: Any) -> bool:
+    """True for a tuple or list whose parts are its entries alone."""
+    kind: Any = type(value)
+    return kind in (tuple, list) or (isinstance(value, (tuple, list)) and _base_of(kind) is None)
+
+
+def leaves_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Each leaf and the way to it. Parts of containers that were registered without names for them are numbered."""
+    entries, _ = tree_flatten_with_path(value, is_leaf=_is_nameless)
+    for way, leaf in entries:
+        if not _is_nameless(leaf):
+            yield (*path, *way), leaf
+            continue
+        parts, _ = SUPPORTED_NODES[type(leaf)].flatten_fn(leaf)
+        for number, part in enumerate(parts):
+            yield from leaves_by_path(part, (*path, *way, SequenceKey(number)))
+
+
+def _is_nameless(value: Any) -> bool:
+    """True of a container of whose parts torch's pytree knows no names."""
+    node = SUPPORTED_NODES.get(type(value))
+    return node is not None and node.flatten_with_keys_fn is None
+
+
+def watch_containers(value: Any) -> Callable[[], bool]:
+    """A function that says whether containers in a value hold anything else than now. It keeps no tensor alive."""
+    leaves, spec = tree_flatten(value)
+    before = [ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    del leaves
+
+    def changed() -> bool:
+        leaves_now, spec_now = tree_flatten(value)
+        if spec_now != spec:
+            return True
+        for was, leaf in zip(before, leaves_now, strict=True):
+            if type(was) is ref:
+                was = was()
+            if was is not leaf:
+                return True
+        return False
+
+    return changed

@@ -1,0 +1,44 @@
+"""torch's profiler, as far as it tells of the CPU's allocator."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.profiler import profile
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""True while torch's profiler records in this thread. There is room for one, and no public question."""
+
+
+class AllocationLog(profile):
+    """A profiler of the CPU that notes allocations and ``record_function``, and no operators: a third of the cost.
+
+    Its public switches have nothing for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(use_cpu=True, use_kineto=False, profile_memory=True)
+
+    def _start_trace(self) -> None:
+        module: Any = torch.autograd.profiler
+        enable = module._enable_profiler
+        scopes = {torch._C._profiler.RecordScope.USER_SCOPE}
+
+        def enable_for_users_scopes(config: Any, activities: Any) -> Any:
+            return enable(config, activities, scopes)
+
+        # The parent's method takes no scopes to hand on.
+        module._enable_profiler = enable_for_users_scopes
+        try:
+            super()._start_trace()
+        finally:
+            module._enable_profiler = enable
+
+
+def allocation_of(event: Any) -> Any | None:
+    """``device``, ``alloc_size`` and ``ptr`` if an event of the profiler's tree is an allocation, or None.
+
+    The public events of ``torch.profiler`` have sums by operation, and no single blocks.
+    """
+    kind, details = event.typed
+    return details if kind == torch._C._profiler._EventType.Allocation else None
