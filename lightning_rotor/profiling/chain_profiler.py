@@ -45,11 +45,13 @@ from lightning_rotor.profiling.gradient_layouts import Layout, Layouts, layouts_
 from lightning_rotor.profiling.inverse_costs import with_inverse
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.ranks import ALONE, Ranks
-from lightning_rotor.profiling.scan import Behaviour, Boundary, Scan, merged, scan, walk
+from lightning_rotor.profiling.scan import Scan, merged, scan, walk
 from lightning_rotor.profiling.segment_seconds import SAVED_TENSOR_SHARE, interlude, segment_seconds
 from lightning_rotor.profiling.shared_parameters import added_gradient_bytes, shared_later, waiting_gradient_bytes
+from lightning_rotor.profiling.stage_behaviour import Behaviour
 from lightning_rotor.profiling.stage_ends import StageEnds
 from lightning_rotor.profiling.stage_identity import stage_identity
+from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.stage_seconds import StageSeconds, look_for_messages, measure
 from lightning_rotor.profiling.unit_costs import cost_with_units

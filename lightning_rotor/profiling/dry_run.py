@@ -41,7 +41,7 @@ from lightning_rotor.private.values import (
     tree_leaves,
     tree_unflatten,
 )
-from lightning_rotor.profiling.scan import Boundary
+from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.holders import PLAIN

@@ -36,9 +36,9 @@ from lightning_rotor.profiling.gradient_layouts import Gradients, Layouts, Memor
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.ranks import Ranks
-from lightning_rotor.profiling.scan import NOTHING, Boundary
 from lightning_rotor.profiling.stage_backward import StageBackward
 from lightning_rotor.profiling.stage_ends import StageEnds
+from lightning_rotor.profiling.stage_input import NOTHING, Boundary
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
