@@ -22,7 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import plain_parts, tensors_in, tree_map
-from lightning_rotor.profiling.dry_run import AssumedValues, fake_copy, run_dry, without_trace
+from lightning_rotor.profiling.assumed_values import AssumedValues
+from lightning_rotor.profiling.dry_run import run_dry, without_trace
+from lightning_rotor.profiling.fake_copies import fake_copy
 from lightning_rotor.units import BLOCK_BYTES, in_blocks
 
 

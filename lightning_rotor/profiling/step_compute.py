@@ -32,14 +32,9 @@ from lightning_rotor.private.torch_names import (
     with_values,
 )
 from lightning_rotor.private.values import plain_parts, tensors_in, tree_leaves
-from lightning_rotor.profiling.dry_run import (
-    MOST_KNOWN,
-    AssumedArrays,
-    AssumedValues,
-    fake_copy,
-    run_dry,
-    without_trace,
-)
+from lightning_rotor.profiling.assumed_values import AssumedArrays, AssumedValues
+from lightning_rotor.profiling.dry_run import run_dry, without_trace
+from lightning_rotor.profiling.fake_copies import MOST_KNOWN, fake_copy
 from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.dry_run import require_same
 from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
 from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.report.command_options import DEFAULT_GPU
 from lightning_rotor.report.named_models import model_maker, optimizers_for
 from lightning_rotor.units import parse_limit
