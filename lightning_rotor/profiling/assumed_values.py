@@ -1,7 +1,7 @@
 """Answers to questions for values that do not exist, so that code on fake tensors goes on.
 
-A step asks for values all the time (an index, a mask, lengths), and torch's fake tensors raise. Most steps take the same
-way whatever the answer is, so one that is consistent with itself does: all masks are true, and all entries differ.
+A step asks for values all the time (an index, a mask, lengths), and torch's fake tensors raise. Most steps take the
+same way whatever the answer is, so one that is consistent with itself does: all masks are true, and all entries differ.
 """
 
 from __future__ import annotations

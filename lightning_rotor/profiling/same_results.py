@@ -1,4 +1,4 @@
-"""Proof that the stages of a recorded module compute what the module computes: both run once, and every bit is compared.
+"""Proof that the stages of a recorded module compute what it computes: both run once, and every bit is compared.
 
 A recording cannot see all that a forward asks. C++ code may decide by values, and ``type(x) is torch.Tensor`` is False
 for what stands for a tensor while it records.

@@ -1,7 +1,7 @@
 """Random generators that a module's forward does not draw from, so that measuring it must not set them back.
 
-Another thread may draw from them meanwhile, such as a loader that prefetches. Setting such a generator back would repeat
-that thread's draws.
+Another thread may draw from them meanwhile, such as a loader that prefetches. Setting such a generator back would
+repeat that thread's draws.
 """
 
 from __future__ import annotations
