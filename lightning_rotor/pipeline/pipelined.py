@@ -21,7 +21,7 @@ from lightning_rotor.capture.sequentialize import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, PipelineError, RotorError, SampleError
 from lightning_rotor.execution.isolated import kept_attributes
-from lightning_rotor.memory.budget import resolve_limit
+from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, rows_in, split
 from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partition
 from lightning_rotor.pipeline.partition.search import least_largest, stage_bytes, stage_seconds

@@ -13,7 +13,8 @@ from torch import nn
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import ProfilingError, SampleError
-from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
+from lightning_rotor.memory.device_memory import resolve_limit
+from lightning_rotor.memory.resident_memory import ResidentMemory
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain

@@ -29,7 +29,8 @@ from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.execution.settings import Settings
 from lightning_rotor.invertible.layers import accumulate
-from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
+from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.memory.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.pipeline.micro_batches import Call, join, largest_part, mean_by_rows, rows_in
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, check_numbers
