@@ -91,7 +91,7 @@ class _DrySteps:
     temporary_bytes: int | None
 
 
-# Each with what it depends on.
+# Each with what it depends on: dry steps take milliseconds, and many steps ask. A prediction goes with its optimizer.
 _predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
 
 

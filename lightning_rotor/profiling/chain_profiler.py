@@ -127,6 +127,7 @@ def profile_chain(
         with ranks.alike([stage.name for stage in profiler.stages]):
             if ranks.watches:
                 profiler.look_for_messages()
+            # One process whose profiler is taken must not leave the others waiting for its messages.
             if ranks.together:
                 require_free(meter.is_taken, ranks)
             profiler.measure(progress)
@@ -277,6 +278,7 @@ class _ChainProfiler:
             self._drawn.update(behaviour.drawn)
         self._shared = shared_later(self.stages)
         self._skips = list(findings.skips.values())
+        # Compiled stages that look alike share their seconds, so that plans do not mix their options by chance.
         # Seconds of compiled stages by kin and sizes, and measurements by the key of a stage.
         self._variant_seconds: dict[Any, tuple[StageSeconds, ...]] = {}
         self._measurements: dict[Any, StageMeasurement] = {}

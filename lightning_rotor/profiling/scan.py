@@ -78,6 +78,7 @@ def scan(
         made = [storage for leaves in look.storages for storage in leaves if storage is not None]
         if all(storage.born < index for storage in made):
             cuts.discard(_cut_at_views(stages, index, made))
+        # All between the stage that made a storage and the one that changes it would be recomputed from other values.
         for storage in look.changed:
             cuts -= set(range(storage.born + 1, index + 1))
         for number in wiring.dead[index]:

@@ -144,6 +144,7 @@ class StepCompute(AssumedValues):
         result = self._with_drawn_value(func, super().__torch_dispatch__(func, types, args, kwargs))
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
+        # A plan's share is that of forwards: a backward's FLOPs belong to no module.
         if backward_number() is not None:
             return result
         if len(self.made_before) < _MOST_BEFORE:
