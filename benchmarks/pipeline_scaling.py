@@ -35,7 +35,11 @@ from lightning_rotor.pipeline.partition.problem import Problem
 from lightning_rotor.pipeline.partition.run_costs import Costs
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.estimates import GPUS, EstimatingMeter, InputSpec, estimate_profile, give_fake_tensors
+from lightning_rotor.profiling.accelerators import GPUS
+from lightning_rotor.profiling.estimates import estimate_profile
+from lightning_rotor.profiling.estimating_meter import EstimatingMeter
+from lightning_rotor.profiling.input_spec import InputSpec
+from lightning_rotor.profiling.models_without_memory import give_fake_tensors
 
 DEVICES = (8, 64, 512)
 MODELS = ("ResNet-101", "U-Net", "GPT")

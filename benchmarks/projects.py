@@ -56,7 +56,7 @@ from benchmarks.models import commit
 from benchmarks.project_programs.program import PROGRAMS, STEPS, Program, Run
 from lightning_rotor import RotorCallback
 from lightning_rotor.errors import RotorError
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.units import format_bytes

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.step_models import WORKLOADS, Workload
 from lightning_rotor import BudgetError, RotorCallback
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.units import format_bytes

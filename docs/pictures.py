@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from lightning_rotor import Chain, Plan, parse_bytes, plan
-from lightning_rotor.profiling.estimates import GPUS, InputSpec, build_on_meta, estimate_profile
+from lightning_rotor.profiling.accelerators import GPUS
+from lightning_rotor.profiling.estimates import estimate_profile
+from lightning_rotor.profiling.input_spec import InputSpec
+from lightning_rotor.profiling.models_without_memory import build_on_meta
 from lightning_rotor.report import plot_frontier, plot_timeline
 from lightning_rotor.report.figures import PHASE_COLOURS, PHASE_LABELS
 

@@ -17,7 +17,8 @@ from torch import nn
 from lightning_rotor.capture.compiled import Variants, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
-from lightning_rotor.memory.budget import Budget, resolve_limit
+from lightning_rotor.memory.budget import Budget
+from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.attachment import attach, detach
 from lightning_rotor.planned.budget_source import BudgetSource

@@ -85,7 +85,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Only what shows a feature, since importing the others takes long."""
     if config.getoption("--features") is None or collection_path.suffix != ".py":
         return None
-    return True if collection_path.name not in {feature.file for feature in declared_features()} else None
+    file = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if file not in {feature.file for feature in declared_features()} else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

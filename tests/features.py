@@ -21,7 +21,7 @@ Written by `make features`, which runs the tests that are named here; do not edi
 without the callback, it compares weights, optimizer state, losses and random number generators bit for bit. Several processes have
 [a page of their own](distributed.md).
 """
-_ROW = re.compile(r"\| (?P<name>.+?) \| .+? \| \[`(?P<test>\w+)`\]\(\.\./tests/(?P<file>\w+\.py)\) \|")
+_ROW = re.compile(r"\| (?P<name>.+?) \| .+? \| \[`(?P<test>\w+)`\]\(\.\./tests/(?P<file>[\w/]+\.py)\) \|")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Feature:
     Attributes:
         group: Heading of the table that it belongs to.
         name: What works.
-        file: Of the test that shows it.
+        file: Of the test that shows it, below the folder of the tests.
         test: Its name.
         note: More, for readers.
     """
@@ -48,10 +48,10 @@ def declared_features(folder: Path = Path(__file__).parent) -> list[Feature]:
     """What the tests in a folder say of themselves, in the order of the files."""
     return [
         feature
-        for path in sorted(folder.glob("test_*.py"))
+        for path in sorted(folder.rglob("test_*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
-        for feature in _marks_of(node, path.name)
+        for feature in _marks_of(node, path.relative_to(folder).as_posix())
     ]
 
 

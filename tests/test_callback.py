@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, UnitError
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_rotor import Checkpointable, sequentialize
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.execution.segment import recomputed
-from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.same_results import require_same
 from tests.grids import grid
 
 # torch says so of a mask of booleans next to one of numbers, without a plan as well.

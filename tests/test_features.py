@@ -39,6 +39,16 @@ def test_marks_are_read_from_sources(tmp_path: Path) -> None:
     ]
 
 
+def test_tests_in_folders_are_rows_as_well(tmp_path: Path) -> None:
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "test_some.py").write_text(_TEST)
+    features = declared_features(tmp_path)
+    assert [feature.file for feature in features] == ["training/test_some.py"] * 2
+    text = feature_table(features, {})
+    assert "[`test_forms`](../tests/training/test_some.py) |" in text
+    assert _without_notes(listed_features(text)) == _without_notes(features)
+
+
 def test_a_table_says_what_came_of_each_feature(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_TEST)
     features = declared_features(tmp_path)

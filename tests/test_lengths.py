@@ -19,7 +19,7 @@ from lightning_rotor import Checkpointable, ModelError
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
 from lightning_rotor.planned.known_cuts import KnownCuts
-from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.schedule import Schedule
 
 SCALE = torch.ones(16)

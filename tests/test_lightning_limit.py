@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import RotorCallback
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.planning import Plan, minimum_budget, plan
 from lightning_rotor.profiling import StepMeter
 from tests.training import train

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import BudgetError, RotorCallback, RotorWarning
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.planned.step_state import State
 from lightning_rotor.profiling import StepMeter
 from tests.grids import few

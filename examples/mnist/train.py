@@ -25,7 +25,7 @@ from rich.table import Table
 
 from lightning_rotor.callbacks import RotorCallback
 from lightning_rotor.errors import RotorError
-from lightning_rotor.memory.budget import allocated_bytes
+from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Recording, StepMeter
 from lightning_rotor.report import plot_timeline

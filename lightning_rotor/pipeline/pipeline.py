@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_rotor.errors import PipelineError
-from lightning_rotor.memory.budget import resolve_limit
+from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.pipeline.micro_batches import largest_part
 from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipelined import pipelined

@@ -34,7 +34,7 @@ from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.torch_names import sent_outputs_linger
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.user_code import code_of, globals_of
 

@@ -24,7 +24,8 @@ from torch import nn
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
-from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
+from lightning_rotor.memory.device_memory import resolve_limit
+from lightning_rotor.memory.resident_memory import ResidentMemory
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.combined_chain import UnlikeChainsError, combined

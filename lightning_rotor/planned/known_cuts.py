@@ -19,8 +19,9 @@ from lightning_rotor.planned.signature import Modes, Signature, modes_of
 from lightning_rotor.private.sharding import unrecorded
 from lightning_rotor.private.torch_names import shares_weights
 from lightning_rotor.private.values import require_tensors
-from lightning_rotor.profiling.dry_run import require_same, undrawn
 from lightning_rotor.profiling.ranks import ALONE, Ranks
+from lightning_rotor.profiling.same_results import require_same
+from lightning_rotor.profiling.undrawn_generators import undrawn
 from lightning_rotor.stages.known_layers import is_plain_stock
 from lightning_rotor.stages.other_threads import leaving_alone
 

@@ -19,21 +19,16 @@ from torch import nn
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import BudgetError, ShortageError, TrialError
-from lightning_rotor.memory.budget import (
-    Budget,
-    ResidentMemory,
-    limit_error,
-    usable_bytes,
-)
-from lightning_rotor.memory.held import (
-    existing_gradient_bytes,
-    gradient_bytes,
-    optimizer_state_bytes,
+from lightning_rotor.memory.budget import Budget, limit_error
+from lightning_rotor.memory.device_memory import usable_bytes
+from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, optimizer_state_bytes
+from lightning_rotor.memory.optimizer_prediction import (
     predict_closure_bytes,
     predict_optimizer_state_bytes,
     predict_optimizer_temporary_bytes,
     temporary_bytes_one_by_one,
 )
+from lightning_rotor.memory.resident_memory import ResidentMemory
 from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules

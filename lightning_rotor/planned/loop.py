@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import RotorWarning
-from lightning_rotor.memory.budget import ResidentMemory, allocated_bytes, named_bytes, resolve_limit, usable_bytes
+from lightning_rotor.memory.device_memory import resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
+from lightning_rotor.memory.resident_memory import ResidentMemory, allocated_bytes, named_bytes
 from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.process_groups import processes
 from lightning_rotor.private.sharding import messages_bytes

@@ -15,11 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_rotor.private.fake_tensors import FakeTensor
-from lightning_rotor.private.functional_collectives import NOT_ARRIVED as NOT_ARRIVED
-from lightning_rotor.private.functional_collectives import is_on_its_way as is_on_its_way
 from lightning_rotor.private.modes import TorchDispatchMode
 from lightning_rotor.private.operators import OpOverload, schema_of, written_by_message
-from lightning_rotor.private.process_groups import copied_as_they_are as copied_as_they_are
 from lightning_rotor.private.process_groups import group_named
 from lightning_rotor.private.values import tensors_in
 

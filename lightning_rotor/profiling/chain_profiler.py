@@ -45,11 +45,13 @@ from lightning_rotor.profiling.gradient_layouts import Layout, Layouts, layouts_
 from lightning_rotor.profiling.inverse_costs import with_inverse
 from lightning_rotor.profiling.meters import Meter, meter_for
 from lightning_rotor.profiling.ranks import ALONE, Ranks
-from lightning_rotor.profiling.scan import Behaviour, Boundary, Scan, merged, scan, walk
+from lightning_rotor.profiling.scan import Scan, merged, scan, walk
 from lightning_rotor.profiling.segment_seconds import SAVED_TENSOR_SHARE, interlude, segment_seconds
 from lightning_rotor.profiling.shared_parameters import added_gradient_bytes, shared_later, waiting_gradient_bytes
+from lightning_rotor.profiling.stage_behaviour import Behaviour
 from lightning_rotor.profiling.stage_ends import StageEnds
 from lightning_rotor.profiling.stage_identity import stage_identity
+from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
 from lightning_rotor.profiling.stage_seconds import StageSeconds, look_for_messages, measure
 from lightning_rotor.profiling.unit_costs import cost_with_units
@@ -131,6 +133,7 @@ def profile_chain(
         with ranks.alike([stage.name for stage in profiler.stages]):
             if ranks.watches:
                 profiler.look_for_messages()
+            # One process whose profiler is taken must not leave the others waiting for its messages.
             if ranks.together:
                 require_free(meter.is_taken, ranks)
             profiler.measure(progress)
@@ -281,6 +284,7 @@ class _ChainProfiler:
             self._drawn.update(behaviour.drawn)
         self._shared = shared_later(self.stages)
         self._skips = list(findings.skips.values())
+        # Compiled stages that look alike share their seconds, so that plans do not mix their options by chance.
         # Seconds of compiled stages by kin and sizes, and measurements by the key of a stage.
         self._variant_seconds: dict[Any, tuple[StageSeconds, ...]] = {}
         self._measurements: dict[Any, StageMeasurement] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from lightning_rotor.capture.sequentialize import NO_CHECKPOINTS
 from lightning_rotor.chain import StageCost
 from lightning_rotor.private.autocast import autocast_enabled
-from lightning_rotor.profiling.scan import Behaviour
+from lightning_rotor.profiling.stage_behaviour import Behaviour
 from lightning_rotor.stages.sequential import Stage
 
 WORTH_MENTIONING_BYTES = 1024

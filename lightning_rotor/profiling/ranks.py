@@ -1,4 +1,9 @@
-"""Questions of code that runs again, for cutting and measuring, to other processes that run it at the same time."""
+"""Questions of code that runs again, for cutting and measuring, to other processes that run it at the same time.
+
+Processes that exchange messages in some code must run it equally often, or their messages pair up wrongly. So whatever
+decides whether a stage runs once more is asked here: one process alone answers for itself, and several agree
+(:class:`lightning_rotor.planned.agreement.Agreement`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 class Ranks:
     """Processes that exchange messages in some code, and so run it equally often; this one alone, in this class."""
+
+    @property
+    def watches(self) -> bool:
+        """True if there could be messages at all."""
+        return False
 
     @property
     def together(self) -> bool:
@@ -36,10 +46,6 @@ class Ranks:
         """
         return nullcontext()
 
-    @property
-    def watches(self) -> bool:
-        """True if there could be messages at all."""
-        return False
-
 
 ALONE = Ranks()
+"""This process, which nobody waits for."""

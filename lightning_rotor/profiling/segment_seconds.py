@@ -30,7 +30,7 @@ _FLOAT_BYTES = 8
 _ROUNDS = 12
 
 SAVED_TENSOR_SHARE = 0.02
-"""Share of a segment's time that each tensor adds which autograd would save in it: 10 of 525 µs, on one EPYC core."""
+"""Share of a segment's time that each tensor adds which autograd would save in it: 10 of 525 µs."""
 # Share of a segment's time that a stopwatch does not see, since it comes around what runs again: 105 of 525 µs.
 _UNWATCHED_SHARE = 0.2
 

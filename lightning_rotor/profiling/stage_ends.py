@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from lightning_rotor.profiling.scan import Scan, Storage
+from lightning_rotor.profiling.scan import Scan
+from lightning_rotor.profiling.storages import Storage
 from lightning_rotor.stages.sequential import Stage
 
 

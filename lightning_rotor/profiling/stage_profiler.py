@@ -36,9 +36,9 @@ from lightning_rotor.profiling.gradient_layouts import Gradients, Layouts, Memor
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import Meter
 from lightning_rotor.profiling.ranks import Ranks
-from lightning_rotor.profiling.scan import NOTHING, Boundary
 from lightning_rotor.profiling.stage_backward import StageBackward
 from lightning_rotor.profiling.stage_ends import StageEnds
+from lightning_rotor.profiling.stage_input import NOTHING, Boundary
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
@@ -206,6 +206,7 @@ class StageProfiler:
             replayed, _ = self.recorded_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
         option = replace(
             keep,
+            # Pinned bytes count once, for the stage, whatever the option.
             saved_bytes=max(keep.saved_bytes - pinned_bytes, 0),
             unpack_peak_bytes=alone.unpack_peak_bytes,
             unpack_bytes=alone.unpack_bytes,
@@ -214,6 +215,7 @@ class StageProfiler:
             backward_held_peak_bytes=held.backward_peak_bytes,
             backward_replayed_peak_bytes=min(replayed.backward_peak_bytes, alone.backward_peak_bytes),
         )
+        # Seconds are measured by themselves: while a meter records, everything takes longer.
         cost = StageCost(
             name=self.stage.name,
             output_bytes=self.ends.link_bytes,

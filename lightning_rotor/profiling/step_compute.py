@@ -32,21 +32,17 @@ from lightning_rotor.private.torch_names import (
     with_values,
 )
 from lightning_rotor.private.values import plain_parts, tensors_in, tree_leaves
-from lightning_rotor.profiling.dry_run import (
-    MOST_KNOWN,
-    AssumedArrays,
-    AssumedValues,
-    fake_copy,
-    run_dry,
-    without_trace,
-)
+from lightning_rotor.profiling.assumed_values import AssumedArrays, AssumedValues
+from lightning_rotor.profiling.dry_run import run_dry, without_trace
+from lightning_rotor.profiling.fake_copies import MOST_KNOWN, fake_copy
 from lightning_rotor.profiling.returned_tensors import ReturnedTensors
 from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
-_MOST_BEFORE = 100  # modules, before whose first calls is counted what a step has made
+# Modules before whose first calls is counted what a step has made: each time takes a look at all that is alive.
+_MOST_BEFORE = 100
 _LONGEST_REASON = 300
 
 
@@ -66,7 +62,8 @@ class StepCompute(AssumedValues):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        from torch.utils.flop_counter import flop_registry  # it imports triton, which takes a tenth of a second
+        # It imports triton, which takes a tenth of a second.
+        from torch.utils.flop_counter import flop_registry
 
         super().__init__()
         self._formulas = flop_registry
@@ -78,8 +75,10 @@ class StepCompute(AssumedValues):
         self.made_before: dict[str, int] = {}
         self.stopped_at = ""
         self.returned = ReturnedTensors()
+        # Storages that the step was given, and those that it has made, by identity.
         self._older = _storages([*model.parameters(), *model.buffers(), *_tensors_of(model)])
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        # Names of the modules whose forwards run now, outer ones first.
         self._running: list[str] = []
         self._draws = torch.Generator().manual_seed(0)
         self._counted = {name: id(module) for name, module in model.named_modules()}
@@ -100,27 +99,41 @@ class StepCompute(AssumedValues):
         return self.plannable[name] / self.total if self.total else 0.0
 
     def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if id(module) != self._counted[name]:  # a copy, which no plan reaches
+        """The output of a submodule's forward, which is counted."""
+        # A copy, which no plan reaches.
+        if id(module) != self._counted[name]:
             return forward(*args, **kwargs)
-        learning = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if learning and name not in self.made_before and len(self.made_before) < _MOST_BEFORE:
-            self._made = {key: each for key, each in self._made.items() if not each[0].expired()}
-            self.made_before[name] = sum(size for _, size in self._made.values())
-        recursive, before = name in self._running, self.total
+        learns = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if learns:
+            self._note_made_before(name)
+        # FLOPs of a module that calls itself count once, for the outer call.
+        is_outermost = name not in self._running
+        total_before = self.total
         self._running.append(name)
         try:
             output = forward(*args, **kwargs)
         except BaseException:
-            if learning and not recursive:
+            if learns and is_outermost:
                 self.unfinished.add(name)
-                self._count(name, self.total - before)
+                self._count(name, self.total - total_before)
             raise
         finally:
             self._running.pop()
-        if learning and not recursive and any(tensor.requires_grad for tensor in _outputs_in(output)):
-            self._count(name, self.total - before)
+        if learns and is_outermost and any(tensor.requires_grad for tensor in _outputs_in(output)):
+            self._count(name, self.total - total_before)
             self.returned.follow(name, output)
         return output
+
+    def _note_made_before(self, name: str) -> None:
+        """Note what the step has made and still holds, at the first call of a module."""
+        if name in self.made_before or len(self.made_before) >= _MOST_BEFORE:
+            return
+        alive = {}
+        for identity, (storage, size_bytes) in self._made.items():
+            if not storage.expired():
+                alive[identity] = storage, size_bytes
+        self._made = alive
+        self.made_before[name] = sum(size_bytes for _, size_bytes in alive.values())
 
     def _count(self, name: str, flops: int) -> None:
         self.plannable[name] += flops
@@ -129,29 +142,43 @@ class StepCompute(AssumedValues):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        assumed = self.assumed_values
-        if members := members_of(func, args, kwargs or {}):
-            for name in self._running:
-                self.messages[name].add(members)
-            for tensor in tensors_in((args, kwargs or {})):
-                forget_value(tensor)  # torch would compute with known values, and so send them
-        self.returned.note_operation((args, kwargs or {}), self._running)
-        result = self._drawn(func, super().__torch_dispatch__(func, types, args, kwargs))
-        if len(self.made_before) < _MOST_BEFORE and backward_number() is None:
-            found = _storages(tensors_in(result))
-            self._made |= {key: each for key, each in found.items() if key not in self._older}
+        kwargs = kwargs or {}
+        assumed_before = self.assumed_values
+        self._note_message(func, args, kwargs)
+        self.returned.note_operation((args, kwargs), self._running)
+        result = self._with_drawn_value(func, super().__torch_dispatch__(func, types, args, kwargs))
         if self.assumed_values > _MOST_READS:
             raise ProfilingError(f"it asks for values more than {_MOST_READS} times")
-        if self.assumed_values == assumed and backward_number() is None:  # not in a backward
-            self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs or {}, result)
+        # A plan's share is that of forwards: a backward's FLOPs belong to no module.
+        if backward_number() is not None:
+            return result
+        if len(self.made_before) < _MOST_BEFORE:
+            for identity, storage in _storages(tensors_in(result)).items():
+                if identity not in self._older:
+                    self._made[identity] = storage
+        # What was assumed has not been computed.
+        if self.assumed_values == assumed_before:
+            self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs, result)
         return result
 
-    def _drawn(self, func: Any, result: Any) -> Any:
+    def _note_message(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a message between processes for all modules around it."""
+        members = members_of(func, args, kwargs)
+        if not members:
+            return
+        for name in self._running:
+            self.messages[name].add(members)
+        # torch would compute with known values, and so send them.
+        for tensor in tensors_in((args, kwargs)):
+            forget_value(tensor)
+
+    def _with_drawn_value(self, func: Any, result: Any) -> Any:
         """A result, with a value if it is a random number that a step may ask: whether to skip a layer, say."""
         draw = _DRAWS.get(packet_of(func))
         if draw is None or result.numel() > 1 or not result.is_floating_point() or result.device.type != "cpu":
             return result
-        with no_dispatch():  # from a generator of its own, as the step's must not move
+        # From a generator of its own, as the step's must not move.
+        with no_dispatch():
             value = draw(result.shape, generator=self._draws).to(result.dtype)
         return fake_with_value(mode_of(result), value)
 
@@ -173,35 +200,37 @@ def measure_compute(
         ProfilingError: Nothing was counted: there can be no copy, or the step computes nothing.
     """
     try:
-        found = _count(model, inputs, step, replacements or {})
+        compute = _dry_step(model, inputs, step, replacements or {})
     except Exception as error:  # deepcopy calls code of every class that users keep in their modules
         raise ProfilingError(f"the model and its batch cannot be copied: {_text_of(error)}") from error
     finally:
-        gc.collect()  # the copies hold each other, and what looks for tensors (a recording does) would still find them
-    if not found.total and not found.stopped_at:
+        # The copies hold each other, and what looks for tensors (a recording does) would still find them.
+        gc.collect()
+    if not compute.total and not compute.stopped_at:
         raise ProfilingError("its dry run computes nothing")
-    return found
+    return compute
 
 
-def _count(
+def _dry_step(
     model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
 ) -> StepCompute:
+    """The compute of a step up to its end, or to the line that needs a value."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def run() -> StepCompute:
         with with_values(MOST_KNOWN), fake_mode() as mode, mode:
-            duplicate, copied = fake_copy((model, inputs), mode, replacements, with_values=True)
-            found = StepCompute(duplicate)
-            found.exclude(copied)
+            duplicate, copied_inputs = fake_copy((model, inputs), mode, replacements, with_values=True)
+            compute = StepCompute(duplicate)
+            compute.exclude(copied_inputs)
             try:
-                with found, AssumedArrays(found):
-                    result = step(duplicate, copied)
-                    found.returned.end_step()
+                with compute, AssumedArrays(compute):
+                    result = step(duplicate, copied_inputs)
+                    compute.returned.end_step()
                     del result
             except Exception as error:  # whatever a step does that was written for real tensors
-                found.stopped_at = _place_of(error)
-                _log.info("the dry run of a step ended at %s: %s", found.stopped_at, _text_of(error))
-        return found
+                compute.stopped_at = _place_of(error)
+                _log.info("the dry run of a step ended at %s: %s", compute.stopped_at, _text_of(error))
+        return compute
 
     with without_trace(device, model.modules()) as generators:
         return run_dry(run, generators)
@@ -216,13 +245,19 @@ def _place_of(error: Exception) -> str:
     frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     if not frames:
         return f"a {type(error).__name__}"
-    return f"{frames[-1].filename.rpartition('/')[2]}, line {frames[-1].lineno}: {frames[-1].line}"
+    innermost = frames[-1]
+    file = innermost.filename.rpartition("/")[2]
+    return f"{file}, line {innermost.lineno}: {innermost.line}"
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, tuple[StorageWeakRef, int]]:
-    """Memory of tensors, as long as it is there, and its bytes."""
-    found = [part.untyped_storage() for tensor in tensors for part in plain_parts(tensor)]
-    return {identity_of(storage): (StorageWeakRef(storage), storage.nbytes()) for storage in found}
+    """Memory of tensors, as long as it is there, and its bytes, by identity."""
+    storages = {}
+    for tensor in tensors:
+        for part in plain_parts(tensor):
+            storage = part.untyped_storage()
+            storages[identity_of(storage)] = StorageWeakRef(storage), storage.nbytes()
+    return storages
 
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
@@ -232,20 +267,33 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 def _outputs_in(value: Any) -> list[torch.Tensor]:
     """Tensors in an output, also in one of the user's own classes."""
-    return [*tensors_in(value), *tensors_in([getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)])]
+    insides = [getattr(leaf, "__dict__", leaf) for leaf in tree_leaves(value)]
+    return [*tensors_in(value), *tensors_in(insides)]
 
 
 def _flops(formula: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of an operator; one for each element of the result where torch has no formula."""
     name = packet_of(func).__name__
-    if name.startswith("_scaled_dot_product") and "backward" not in name:  # the registry knows the kernels of GPUs only
-        query, key, value = args[:3]
-        pairs = query.shape[:-1].numel() * key.shape[-2]
-        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
-    if name in ("mkldnn_rnn_layer", "_cudnn_rnn"):
-        weights = args[1:5] if name == "mkldnn_rnn_layer" else args[1]
-        return int(2 * args[0].shape[:2].numel() * sum(weight.numel() for weight in weights))
+    # The registry knows the kernels of GPUs only.
+    if name.startswith("_scaled_dot_product") and "backward" not in name:
+        return _attention_flops(*args[:3])
+    if name == "mkldnn_rnn_layer":
+        return _recurrent_flops(args[0], args[1:5])
+    if name == "_cudnn_rnn":
+        return _recurrent_flops(args[0], args[1])
     if formula is not None:
         return int(formula(*args, **kwargs, out_val=result))
     if func.is_view:
         return 0
     return sum(tensor.numel() for tensor in tensors_in(result))
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
+
+
+def _recurrent_flops(sequences: torch.Tensor, weights: Iterable[torch.Tensor]) -> int:
+    """Each entry of each sequence is multiplied with all weights."""
+    entries = sequences.shape[:2].numel()
+    return int(2 * entries * sum(weight.numel() for weight in weights))

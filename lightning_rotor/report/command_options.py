@@ -12,7 +12,8 @@ from typing import Any
 
 from lightning_rotor import __version__
 from lightning_rotor.errors import RotorError
-from lightning_rotor.profiling.estimates import GPUS, InputSpec
+from lightning_rotor.profiling.accelerators import GPUS
+from lightning_rotor.profiling.input_spec import InputSpec
 from lightning_rotor.report.named_models import assignment
 
 _EXAMPLES = """

@@ -14,13 +14,17 @@ from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.devices import KINDS
 from lightning_rotor.errors import ProfilingError, SampleError
-from lightning_rotor.memory.budget import ResidentMemory, resolve_limit
+from lightning_rotor.memory.device_memory import resolve_limit
+from lightning_rotor.memory.resident_memory import ResidentMemory
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.dry_run import require_same
-from lightning_rotor.profiling.estimates import GPUS, Accelerator, InputSpec, arguments, build_on_meta, estimate_profile
+from lightning_rotor.profiling.accelerators import GPUS, Accelerator
+from lightning_rotor.profiling.estimates import estimate_profile
+from lightning_rotor.profiling.input_spec import InputSpec, arguments
+from lightning_rotor.profiling.models_without_memory import build_on_meta
 from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.report.command_options import DEFAULT_GPU
 from lightning_rotor.report.named_models import model_maker, optimizers_for
 from lightning_rotor.units import parse_limit

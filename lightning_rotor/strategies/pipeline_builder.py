@@ -11,7 +11,8 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.execution.settings import Settings
-from lightning_rotor.memory.held import predict_optimizer_state_bytes, storage_bytes
+from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.memory.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.pipeline.micro_batches import Call, largest_part
 from lightning_rotor.pipeline.paused_call import never_called
 from lightning_rotor.pipeline.pipelined import pipelined

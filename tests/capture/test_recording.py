@@ -25,7 +25,7 @@ from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
-from lightning_rotor.profiling.dry_run import require_same
+from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.stages.sequential import wiring_of
 from tests.models import finite
 

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_rotor.execution.segment_state import state_of
 from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.profiling.ranks import ALONE
-from lightning_rotor.profiling.scan import Boundary
 from lightning_rotor.profiling.stage_ends import StageEnds
+from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.profiling.stage_profiler import StageProfiler
 from lightning_rotor.stages.sequential import Stage
 

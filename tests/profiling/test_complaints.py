@@ -13,7 +13,7 @@ from torch import nn
 from lightning_rotor.chain import StageCost
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.profiling.complaints import WORTH_MENTIONING_BYTES, stage_complaints, structure_complaints
-from lightning_rotor.profiling.scan import Behaviour
+from lightning_rotor.profiling.stage_behaviour import Behaviour
 from lightning_rotor.stages.sequential import sequential_stages
 
 PLAIN = Behaviour(False, True, False, False, (), ())

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.sequentialize import sequentialize
-from lightning_rotor.profiling.scan import Boundary, Scan, merged, scan
+from lightning_rotor.profiling.scan import Scan, merged, scan
 from lightning_rotor.profiling.stage_ends import StageEnds
+from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.stages.sequential import Stage, wiring_of
 from lightning_rotor.stages.wiring import unpacked
 

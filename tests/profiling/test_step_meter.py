@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rotor.errors import ProfilingError
-from lightning_rotor.profiling import StepMeter
+from lightning_rotor.profiling.step_meter import StepMeter
 from tests.models import CPU
 
 

@@ -229,7 +229,7 @@ def test_what_ran_before_a_line_that_needs_values_counts():
     found = measure_compute(Stops(), torch.ones(3, 8), lambda copy, batch: copy(batch).sum())
     assert found.plannable == {"first": 192, "": 192}
     assert found.unfinished == {""}
-    assert re.fullmatch(r"test_compute.py, line \d+: torch.nested.nested_tensor\(\[hidden\]\)", found.stopped_at)
+    assert re.fullmatch(r"test_step_compute.py, line \d+: torch.nested.nested_tensor\(\[hidden\]\)", found.stopped_at)
 
     def waits(copy, batch):
         while copy(batch).sum().item() > 0.5:

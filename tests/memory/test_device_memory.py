@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lightning_rotor.errors import ProfilingError, RotorWarning
-from lightning_rotor.memory import budget
-from lightning_rotor.memory.budget import device_memory, resolve_limit
+from lightning_rotor.memory import device_memory as device_memory_module
+from lightning_rotor.memory.device_memory import device_memory, resolve_limit
 from lightning_rotor.units import MemoryLimit
 
 GIB = 2**30
@@ -28,7 +28,7 @@ def write(root: Path, name: str, text: object) -> None:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the package finds ``proc`` and ``sys``, empty."""
-    monkeypatch.setattr(budget, "_ROOT", tmp_path)
+    monkeypatch.setattr(device_memory_module, "_ROOT", tmp_path)
     return tmp_path
 
 

@@ -14,17 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import sequentialize
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import ModelError, SampleError
+from lightning_rotor.errors import ModelError
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.profiling.estimates import (
-    GPUS,
-    Accelerator,
-    EstimatingMeter,
-    InputSpec,
-    build_on_meta,
-    estimate_profile,
-)
+from lightning_rotor.profiling.accelerators import GPUS, Accelerator
+from lightning_rotor.profiling.estimates import estimate_profile
+from lightning_rotor.profiling.input_spec import InputSpec
+from lightning_rotor.profiling.models_without_memory import build_on_meta
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
@@ -151,14 +147,6 @@ def test_sizes_are_multiples_of_a_gpus_blocks() -> None:
 # ---------------------------------------------------------------------------------------------------- seconds
 
 
-def test_seconds_are_a_roofline() -> None:
-    device = Accelerator("some", 2**30, bandwidth=1e9, flops=1e12, half_flops=4e12)
-    assert device.seconds(0, 8e8, 4) == pytest.approx(1.0)
-    assert device.seconds(6e11, 8, 4) == pytest.approx(1.0)
-    assert device.seconds(6e11, 8, 2) == pytest.approx(0.25)
-    assert device.seconds(0, 0, 4) == pytest.approx(3e-6)
-
-
 def test_the_clock_counts_the_operations_of_forward_and_backward() -> None:
     only_arithmetic = Accelerator("some", 2**30, bandwidth=math.inf, flops=1e6, half_flops=1e6)
     net, sample = Transformer(), torch.ones(2, 32, dtype=torch.int64)
@@ -171,23 +159,6 @@ def test_the_clock_counts_the_operations_of_forward_and_backward() -> None:
     assert len({stage.keep.forward_seconds for stage in chain if "norms.1" in stage.name}) <= 2
 
 
-def test_the_meter_sees_storages_live_and_die() -> None:
-    with EstimatingMeter(A100) as meter, meter.recording() as recording:
-        first = torch.empty(256)
-        recording.mark("second")
-        second = first + 1
-        view = second[:10]
-        del first, second
-        recording.mark("none")
-        del view
-    assert [(phase.label, phase.start_bytes, phase.peak_bytes, phase.end_bytes) for phase in recording.phases] == [
-        ("", 0, 1024, 1024),
-        ("second", 1024, 2048, 1024),
-        ("none", 1024, 1024, 0),
-    ]
-    assert meter.now() > 0
-
-
 # ---------------------------------------------------------------------------------------------------- without memory
 
 
@@ -195,9 +166,11 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
     code = """
         import torch
         from pathlib import Path
-        from test_estimation import Transformer
-        from lightning_rotor.profiling.estimates import InputSpec, build_on_meta, estimate_profile
-        from lightning_rotor.profiling.estimates import GPUS
+        from test_estimates import Transformer
+        from lightning_rotor.profiling.estimates import estimate_profile
+        from lightning_rotor.profiling.input_spec import InputSpec
+        from lightning_rotor.profiling.models_without_memory import build_on_meta
+        from lightning_rotor.profiling.accelerators import GPUS
         from lightning_rotor.memory.held import parameter_bytes
         from lightning_rotor.units import in_blocks
 
@@ -210,7 +183,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         print(size, int(peak.split()[1]) * 1024)
     """
-    output, _ = run_python("-c", textwrap.dedent(code), cwd=ROOT / "tests")
+    output, _ = run_python("-c", textwrap.dedent(code), cwd=ROOT / "tests" / "profiling")
     model_bytes, resident_bytes = map(int, output.split())
     assert model_bytes > 70e9
     assert resident_bytes < 2e9
@@ -261,39 +234,4 @@ def test_models_that_need_values_are_refused() -> None:
         build_on_meta(Reading)
 
 
-def test_building_with_parameters_alone_on_meta_leaves_torch_as_it_was() -> None:
-    register = nn.Module.register_parameter
-    model = build_on_meta(MODELS["regnet"][0])
-    assert nn.Module.register_parameter is register
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 # ---------------------------------------------------------------------------------------------------- inputs
-
-
-@pytest.mark.parametrize(
-    ("text", "spec"),
-    [
-        ("64x3x224x224", InputSpec((64, 3, 224, 224))),
-        ("8,512:int64", InputSpec((8, 512), torch.int64)),
-        ("mask=8x512:bool", InputSpec((8, 512), torch.bool, "mask")),
-        ("scalar:bf16", InputSpec((), torch.bfloat16)),
-        (" 7 ", InputSpec((7,))),
-    ],
-)
-def test_inputs_are_read(text: str, spec: InputSpec) -> None:
-    assert InputSpec.parse(text) == spec
-    made = spec.make("cpu")
-    assert (tuple(made.shape), made.dtype) == (spec.shape, spec.dtype)
-
-
-@pytest.mark.parametrize("text", ["", "axb", "3x", "3x4:float99", "=3x4", "3x4:", "1.5x2"])
-def test_other_inputs_are_refused(text: str) -> None:
-    with pytest.raises(SampleError, match=r"expected (a shape such as|one of float32)"):
-        InputSpec.parse(text)
-
-
-def test_inputs_follow_the_precision_if_they_are_plain_floats() -> None:
-    assert InputSpec((2,)).make("cpu", floating=torch.bfloat16).dtype == torch.bfloat16
-    assert InputSpec((2,), torch.float64).make("cpu", floating=torch.bfloat16).dtype == torch.float64
-    assert InputSpec((2,), torch.int64).make("cpu", floating=torch.bfloat16).tolist() == [1, 1]

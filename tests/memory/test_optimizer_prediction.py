@@ -14,8 +14,9 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_rotor.memory import held
-from lightning_rotor.memory.held import optimizer_state_bytes, predict_optimizer_state_bytes
+from lightning_rotor.memory import optimizer_prediction
+from lightning_rotor.memory.held import optimizer_state_bytes
+from lightning_rotor.memory.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.private.torch_names import FakeTensor, FakeTensorMode
 from lightning_rotor.profiling.meters import CpuMeter
 
@@ -101,10 +102,13 @@ UNLIKE = {"ASGD": "it averages from step 1,000,000 on", "RAdam": "it takes more 
 @pytest.mark.parametrize(("name", "options"), STOCK, ids=IDS)
 def test_what_a_step_allocates_is_predicted(name: str, options: dict[str, Any]) -> None:
     if options.get("fused"):
-        assert held.predict_optimizer_temporary_bytes(available(name)(parameters(), lr=0.01, **options)) == 0
+        assert (
+            optimizer_prediction.predict_optimizer_temporary_bytes(available(name)(parameters(), lr=0.01, **options))
+            == 0
+        )
         return
     optimizer = available(name)(parameters(), lr=0.01, **options)
-    predicted = held.predict_optimizer_temporary_bytes(optimizer)
+    predicted = optimizer_prediction.predict_optimizer_temporary_bytes(optimizer)
     for _ in range(3 if name in UNLIKE else 2):
         step(optimizer)
     give_gradients(optimizer)
@@ -119,12 +123,12 @@ def test_what_a_step_allocates_is_predicted(name: str, options: dict[str, Any]) 
 
 def test_one_by_one_a_step_allocates_less() -> None:
     optimizer = optim.Adam(parameters(), foreach=True)
-    single = held.temporary_bytes_one_by_one(optimizer)
-    assert single == held.predict_optimizer_temporary_bytes(optim.Adam(parameters(), foreach=False))
-    assert single < held.predict_optimizer_temporary_bytes(optimizer)
-    assert held.temporary_bytes_one_by_one(optim.Adam(parameters(), foreach=False)) is None
-    assert held.temporary_bytes_one_by_one(optim.AdamW(parameters(), fused=True)) is None
-    assert held.temporary_bytes_one_by_one(optim.LBFGS(parameters())) is None
+    single = optimizer_prediction.temporary_bytes_one_by_one(optimizer)
+    assert single == optimizer_prediction.predict_optimizer_temporary_bytes(optim.Adam(parameters(), foreach=False))
+    assert single < optimizer_prediction.predict_optimizer_temporary_bytes(optimizer)
+    assert optimizer_prediction.temporary_bytes_one_by_one(optim.Adam(parameters(), foreach=False)) is None
+    assert optimizer_prediction.temporary_bytes_one_by_one(optim.AdamW(parameters(), fused=True)) is None
+    assert optimizer_prediction.temporary_bytes_one_by_one(optim.LBFGS(parameters())) is None
 
 
 def test_muon_is_exact():
@@ -369,8 +373,8 @@ def test_of_a_parameter_that_is_spread_over_processes_only_the_shard_counts() ->
 def test_a_prediction_that_is_asked_again_follows_what_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, other = nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(10))
     optimizer = optim.SGD([weight], lr=0.1)
-    steps, take = [], held._take_step
-    monkeypatch.setattr(held, "_take_step", lambda clone: steps.append(1) or take(clone))
+    steps, take = [], optimizer_prediction.take_step
+    monkeypatch.setattr(optimizer_prediction, "take_step", lambda clone: steps.append(1) or take(clone))
     assert predict_optimizer_state_bytes(optimizer) == 0
     optimizer.param_groups[0]["lr"] = 0.05
     assert predict_optimizer_state_bytes(optimizer) == 0

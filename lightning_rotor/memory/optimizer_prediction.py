@@ -1,0 +1,240 @@
+"""Prediction of what an optimizer's state and its steps will take, from dry steps of a copy without values.
+
+The first dry step makes the state. The second shows what later steps allocate, operator by operator, which the state
+alone does not say: Adam with ``foreach`` (torch's default on GPUs) makes temporary copies of all parameters, and steps
+exceeded the limit by 16 % before these were counted.
+
+LBFGS is computed by hand, since its step calls a closure, and its history fills over many steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from lightning_rotor.memory.held import block_bytes, dense_bytes, is_on, optimizer_state_bytes
+from lightning_rotor.memory.optimizer_copies import (
+    ASSUMED_NUMBER,
+    GROWING,
+    copy_on_meta,
+    fake_copy_of,
+    stand_in_for,
+    take_step,
+)
+from lightning_rotor.memory.step_allocations import StepAllocations
+from lightning_rotor.private import torch_names as private
+from lightning_rotor.profiling.assumed_values import AssumedValues
+from lightning_rotor.profiling.dry_run import run_dry, without_trace
+
+_log = logging.getLogger(__name__)
+
+
+def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+    """Predict the bytes of an optimizer's state after its next step. The optimizer stays as it is.
+
+    Every parameter that requires a gradient is taken to get one. Exact for every optimizer of ``torch.optim`` but
+    LBFGS, which fills its history over many steps. If no dry step works, what there is, and before the first step two
+    tensors per parameter, like Adam's.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(1000))
+        >>> predict_optimizer_state_bytes(torch.optim.Adam([weight]))  # two moments and a step counter
+        8004
+    """
+    return _dry_steps(optimizer, device).state_bytes
+
+
+def predict_optimizer_temporary_bytes(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+) -> int | None:
+    """Predict the most bytes that an optimizer allocates at once in a step, state that exists not included.
+
+    The first step, which makes the state, takes no more than this and the state. None if no dry step works.
+
+    Example:
+        >>> weights = [nn.Parameter(torch.zeros(1000)), nn.Parameter(torch.zeros(3000))]
+        >>> predict_optimizer_temporary_bytes(torch.optim.RMSprop(weights, foreach=True))  # a root of each
+        16000
+    """
+    return _dry_steps(optimizer, device).temporary_bytes
+
+
+def predict_closure_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+    """Predict what an optimizer holds besides its state while its closure trains, which LBFGS calls several times."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return 0
+    return _lbfgs_vectors(optimizer).in_closure * _vector_bytes(optimizer, device)
+
+
+def temporary_bytes_one_by_one(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
+) -> int | None:
+    """Predict the same with ``foreach=False``; None if an optimizer has no such switch, or does not use it."""
+    groups = optimizer.param_groups
+    has_switch = all("foreach" in group for group in groups)
+    if not has_switch or all(group["foreach"] is False for group in groups):
+        return None
+    if isinstance(optimizer, torch.optim.LBFGS) or _is_fused(optimizer):
+        return None
+    return _take_dry_steps(optimizer, device, foreach=False).temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _DrySteps:
+    """Bytes of the state after a step, and the most that another one allocates meanwhile, None if unknown."""
+
+    state_bytes: int
+    temporary_bytes: int | None
+
+
+# Each with what it depends on: dry steps take milliseconds, and many steps ask. A prediction goes with its optimizer.
+_predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
+
+
+def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> _DrySteps:
+    """The result of dry steps, taken anew only if something has changed that it depends on."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        most_bytes = _lbfgs_vectors(optimizer).at_most * _vector_bytes(optimizer, device)
+        return _DrySteps(_full_history_bytes(optimizer, device), most_bytes)
+    facts = _facts(optimizer, device)
+    prediction = _predicted.get(optimizer)
+    if prediction is None or prediction[0] != facts:
+        prediction = facts, _take_dry_steps(optimizer, device)
+        _predicted[optimizer] = prediction
+    return prediction[1]
+
+
+def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
+    """All that may change what a step keeps: settings, parameters with their marks, and how much state there is."""
+    settings = []
+    for group in (vars(optimizer), *optimizer.param_groups):
+        for key, value in group.items():
+            if key not in GROWING:
+                settings.append((key, _fact(value)))
+    parameters: list[tuple[Any, ...]] = []
+    for parameter in _parameters_of(optimizer):
+        shape = parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout
+        parameters.append((id(parameter), *shape, *vars(parameter)))
+    return [str(device), settings, parameters, [len(state) for state in optimizer.state.values()]]
+
+
+def _fact(value: Any) -> Any:
+    """A setting, as far as it may change what a step keeps."""
+    # Of a number with a fraction it counts whether it is zero: schedulers change learning rates at every step.
+    if isinstance(value, float):
+        return value != 0
+    if isinstance(value, (int, str)):
+        return value
+    return id(value)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
+    """Parameters on a device that get a gradient in a backward."""
+    parameters = []
+    for parameter in _parameters_of(optimizer):
+        if parameter.requires_grad and is_on(parameter.device, device):
+            parameters.append(parameter)
+    return parameters
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """True if one kernel steps, which allocates nothing."""
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _take_dry_steps(
+    optimizer: torch.optim.Optimizer, device: torch.device | str | None, *, foreach: bool | None = None
+) -> _DrySteps:
+    """Take two dry steps: the first makes the state, the second shows what later ones allocate."""
+    parameters = _parameters_of(optimizer)
+    state_bytes: int | None = None
+
+    def take_steps() -> _DrySteps:
+        nonlocal state_bytes
+        clone = fake_copy_of(
+            optimizer, mode, {id(parameter): stand_in_for(parameter, mode) for parameter in parameters}
+        )
+        if foreach is not None:
+            for group in clone.param_groups:
+                group["foreach"] = foreach
+        with mode, torch.no_grad(), AssumedValues(ASSUMED_NUMBER):
+            take_step(clone)
+        state_bytes = optimizer_state_bytes(clone, device)
+        return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
+
+    try:
+        with _mode_of(parameters) as mode, without_trace() as generators:
+            return run_dry(take_steps, generators)
+    except Exception as error:  # whatever a step does that was written for real tensors
+        _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
+    # The first dry step may have worked, and the second not.
+    if state_bytes is None and optimizer.state:
+        state_bytes = optimizer_state_bytes(optimizer, device)
+    if state_bytes is None:
+        state_bytes = 2 * sum(dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
+    return _DrySteps(state_bytes, None)
+
+
+def _mode_of(parameters: list[torch.Tensor]) -> AbstractContextManager[private.FakeTensorMode]:
+    """Context with the mode of parameters that are fake already (an estimated model's), or with a new one."""
+    for parameter in parameters:
+        if isinstance(parameter, private.FakeTensor):
+            return nullcontext(parameter.fake_mode)
+    # An operator without a shape rule would run on real tensors otherwise.
+    return private.fake_mode(allow_fallback_kernels=False)
+
+
+def _allocated_in_a_step(clone: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+    """The most that a step allocates at once, by a copy without values whose state exists."""
+    kind = torch.device(device) if device is not None else _parameters_of(clone)[0].device
+    on_meta = copy_on_meta(clone)
+    allocations = StepAllocations(on_meta, kind)
+    with torch.no_grad(), allocations:
+        take_step(on_meta)
+    return allocations.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _LbfgsVectors:
+    """Vectors of all parameters that LBFGS holds beside its state: while a closure runs, and at most in a step."""
+
+    in_closure: int
+    at_most: int
+
+
+def _lbfgs_vectors(optimizer: torch.optim.LBFGS) -> _LbfgsVectors:
+    group = optimizer.param_groups[0]
+    if group["line_search_fn"] is not None:
+        return _LbfgsVectors(5, 6)
+    if group["max_iter"] > 1:
+        return _LbfgsVectors(3, 5)
+    return _LbfgsVectors(0, 3)
+
+
+def _vector_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
+    """Bytes of all parameters in one tensor."""
+    parameters = _trained(optimizer, device)
+    if not parameters:
+        return 0
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return block_bytes(size_bytes, parameters[0].device)
+
+
+def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
+    """Bytes of LBFGS's state once its history is full."""
+    parameters = _trained(optimizer, device)
+    if not parameters:
+        return 0
+    # Vectors: two per entry, direction, last gradient. Scalars: two per entry, scale of the Hessian, step size.
+    entries: int = 2 * optimizer.param_groups[0]["history_size"] + 2
+    scalar_bytes = block_bytes(parameters[0].element_size(), parameters[0].device)
+    return entries * (_vector_bytes(optimizer, device) + scalar_bytes)
