@@ -39,7 +39,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.shown import Notebook
@@ -300,6 +300,8 @@ class Chain(Notebook):
     segment_seconds: float = 0.0
     device: str = "cpu"
     skips: tuple[Skip, ...] = ()
+    # Each watched step asks for it three times, and spelling 40 stages out takes 2 ms.
+    _fingerprint: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -367,7 +369,9 @@ class Chain(Notebook):
 
         The same in every process: timings and what kernels take for themselves are left out.
         """
-        return hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16]
+        if not self._fingerprint:
+            self._fingerprint.append(hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16])
+        return self._fingerprint[0]
 
     @property
     def identity(self) -> tuple[StageIdentity, ...]:
@@ -397,17 +401,17 @@ class StageIdentity:
 
 def _check_costs(costs: Option | StageCost) -> None:
     """Check that sizes are whole, non-negative bytes, and durations finite and not negative."""
-    for field in fields(costs):
-        value = getattr(costs, field.name)
-        if value is None and field.default is None:
+    for cost in fields(costs):
+        value = getattr(costs, cost.name)
+        if value is None and cost.default is None:
             continue
-        if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
+        if cost.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
+                f"{type(costs).__name__} {costs.name!r}: {cost.name} is {value!r}, "
                 "expected a whole number that is not negative"
             )
-        if field.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
+        if cost.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
+                f"{type(costs).__name__} {costs.name!r}: {cost.name} is {value!r}, "
                 "expected a finite duration that is not negative"
             )

@@ -105,6 +105,11 @@ class Corrections:
         if len(self._measured) > _MOST_CHAINS:
             del self._measured[next(iter(self._measured))]
 
+    def teaches_nothing(self, plan: Plan, peak_bytes: int) -> bool:
+        """True if a step under the same plan has taken as much, so that this one says no more."""
+        measured = self._measured.get(plan.chain.fingerprint)
+        return measured is not None and measured.plan is plan and peak_bytes <= measured.peak_bytes
+
     def foresight_for(self, chain: Chain) -> Foresight | None:
         """Peaks of the process in steps under plans for a chain; None if no step of it was measured."""
         measured = self._measured.get(chain.fingerprint)

@@ -239,6 +239,11 @@ class StepLimit:
         plans = [path[0].plan for path in step.paths]
         for plan in {id(plan): plan for plan in plans}.values():
             self.corrections.search_for(plan.chain)
+            can_grow = may_grow and bool(plan.recomputed)
+            if not exceeds and not can_grow and self.corrections.teaches_nothing(plan, measured_bytes):
+                # Counting what the process holds would take a third of a small model's step on a GPU, and where sizes
+                # are draws all steps are measured.
+                continue
             uncorrected = self._resident_beside(plan.chain, modules.all, step).budget(self.size_bytes)
             measured = MeasuredStep(
                 plan,
@@ -249,7 +254,6 @@ class StepLimit:
             )
             # Also where this plan stays: another may follow from the seconds of its calls.
             self.corrections.note(measured)
-            can_grow = may_grow and bool(plan.recomputed)
             if not exceeds and (not can_grow or modules.is_capped(plan)):
                 continue
             is_better = self.corrections.correct(

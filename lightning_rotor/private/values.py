@@ -225,9 +225,16 @@ def call_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
+    if is_made_of_others(tensor):
+        return tensor.detach().clone()
+    return uncounted_like(tensor).copy_(tensor.detach())
+
+
+def uncounted_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for such a copy, with any values."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or not tensor.numel() or is_made_of_others(tensor):
-        return tensor.clone()
+        return torch.empty_like(tensor)
     # Not by tensor.numpy(), after which nobody can resize the tensor.
     memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
-    return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return memory.view(tensor.dtype).view(tensor.shape)

@@ -133,3 +133,14 @@ def test_the_last_measured_step_of_a_chain_foretells_those_under_other_plans(mon
     other = plan(chain(8), chain(8).kept_bytes * 2)
     known.note(MeasuredStep(other, other.peak_bytes, lambda: None))
     assert known.foresight_for(costs) is None
+
+
+def test_a_step_that_took_as_much_under_the_same_plan_teaches_nothing() -> None:
+    known, costs = Corrections(), chain(7)
+    large, small = plan(costs, costs.kept_bytes * 2), plan(costs, minimum_budget(costs).peak_bytes)
+    assert not known.teaches_nothing(large, 0)
+    known.note(MeasuredStep(large, 1000, lambda: None))
+    assert known.teaches_nothing(large, 1000)
+    assert known.teaches_nothing(large, 900)
+    assert not known.teaches_nothing(large, 1001)
+    assert not known.teaches_nothing(small, 900)
