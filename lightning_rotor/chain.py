@@ -39,7 +39,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.shown import Notebook
@@ -280,8 +280,14 @@ class StageCost:
         return self.discard_peak_bytes if option.discard_peak_bytes is None else option.discard_peak_bytes
 
 
+class _Fingerprinted:
+    """Room for a fingerprint that is no field: neither compared, nor printed, nor written to files."""
+
+    __slots__ = ("_fingerprint",)
+
+
 @dataclass(frozen=True, slots=True)
-class Chain(Notebook):
+class Chain(Notebook, _Fingerprinted):
     """A model as a planner sees it: the costs of its stages for one input signature on one device.
 
     Attributes:
@@ -300,8 +306,6 @@ class Chain(Notebook):
     segment_seconds: float = 0.0
     device: str = "cpu"
     skips: tuple[Skip, ...] = ()
-    # Each watched step asks for it three times, and spelling 40 stages out takes 2 ms.
-    _fingerprint: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -369,9 +373,12 @@ class Chain(Notebook):
 
         The same in every process: timings and what kernels take for themselves are left out.
         """
-        if not self._fingerprint:
-            self._fingerprint.append(hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16])
-        return self._fingerprint[0]
+        # Each watched step asks three times, and spelling 40 stages out takes 2 ms.
+        known: str | None = getattr(self, "_fingerprint", None)
+        if known is None:
+            known = hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16]
+            object.__setattr__(self, "_fingerprint", known)
+        return known
 
     @property
     def identity(self) -> tuple[StageIdentity, ...]:
