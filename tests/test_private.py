@@ -314,8 +314,8 @@ def test_dataclasses_are_nestings_once_they_are_known() -> None:
     leaves, spec = pytree.tree_flatten([record])
     assert leaves == [record.tensor, 2]
     assert pytree.tree_unflatten(leaves, spec) == [record]
-    paths, _ = pytree.tree_flatten_with_path(record)
-    assert [pytree.keystr(path) for path, _ in paths] == [".tensor", ".more[0]"]
+    paths = [path for path, _ in pytree.leaves_by_path(record)]
+    assert list(map(pytree.keystr, paths)) == [".tensor", ".more[0]"]
     assert pytree.flatten(leaves)[0] == leaves
     changed = pytree.watch_containers((record,))
     assert not changed()

@@ -201,7 +201,7 @@ def contents_of(container: Any) -> tuple[Any, ...]:
 
 
 def _state_of(value: Any) -> Any:
-    """Version of a tensor that does not learn, length of a long list, bytes of an array, state of a generator; None for all else."""
+    """Version of a tensor that does not learn, length of a list, bytes of an array, state of a generator, else None."""
     # An object may refuse to be asked for its class.
     kind = type(value)
     if issubclass(kind, nn.Parameter):

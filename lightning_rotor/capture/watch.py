@@ -136,7 +136,7 @@ class Watch:
         return tuple(names)
 
     def _parts(self) -> tuple[Callable[[], tuple[Any, ...]], list[dict[str, Any]]]:
-        """A function that gives what modules are made of, and the dicts whose lengths say whether anything was added."""
+        """A function that gives what modules are made of, and dicts whose lengths say whether anything was added."""
         # Everything that can be is done here, once. What stays for each call are loops in C, over some thousand values.
         modules = self.modules
         structure = ("_modules", "_parameters", "_buffers", *private.HOOKS)
