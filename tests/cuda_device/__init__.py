@@ -62,6 +62,5 @@ def environment(
         ),
         "OMP_NUM_THREADS": "1",
         "USE_PYTORCH_KERNEL_CACHE": "0",  # kernels that are compiled here are none
-        "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0",  # a workspace of cuBLASLt's own for each thread, as torch 2.11 has it
         **{f"SIMULATED_{name}": str(value) for name, value in settings.items()},
     }
