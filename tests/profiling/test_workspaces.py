@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import torch
 import torch.nn.functional as F
+from lightning_rotor.profiling.cuda_recording import await_autograd
 from lightning_rotor.profiling.workspaces import take_workspaces
 
 
@@ -33,11 +34,13 @@ class Recomputed(torch.autograd.Function):
 
 device = torch.device("cuda", 0)
 take_workspaces(device)
+await_autograd(device)
 taken = torch.cuda.memory_allocated()
 x, weight, bias = torch.ones(64, 32, device=device), torch.ones(48, 32, device=device), torch.ones(48, device=device)
 weight.requires_grad_()
 Recomputed.apply(x, weight, bias).sum().backward()
 del x, weight, bias
+await_autograd(device)
 print(taken, torch.cuda.memory_allocated())
 """
 
