@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,24 @@ def where(path: Path, line: int) -> str:
 
 def test_the_order_names_every_part():
     assert {part_of(path) for path in MODULES} == {"__init__", *ORDER}
+
+
+PACKAGES = sorted(path.parent for path in MODULES if path.name == "__init__.py" and path.parent != PACKAGE)
+# In backticks, or in front of what a table of a literal block says.
+NAMED = re.compile(r"`([a-z][a-z0-9_]*)`|^ {4,}([a-z0-9_]+(?:, [a-z0-9_]+)*) {2,}\S", re.MULTILINE)
+# Functions that docstrings of packages name as well.
+NO_FILES = {"invertible_checkpoint", "isinstance", "limit_error", "meter_for"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_docstring_of_a_package_names_its_files_and_no_others(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    named = set()
+    for quoted, in_table in NAMED.findall(docstring):
+        named.update((quoted or in_table).split(", "))
+    files = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    files |= {path.parent.name for path in package.glob("*/__init__.py")}
+    assert named - NO_FILES == files
 
 
 def test_imports_run_one_way():
