@@ -107,6 +107,35 @@ def test_the_docstring_of_a_package_names_its_files_and_no_others(package: Path)
     assert named - NO_FILES == files
 
 
+def tables_of_contributing() -> str:
+    """The tables of CONTRIBUTING.md that say where things are."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text[text.index("## Where does it happen") : text.index("## How measurements are made")]
+
+
+def test_contributing_names_files_that_exist() -> None:
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]*)*(?:\.py|\.md|/))`", tables_of_contributing())
+    assert len(paths) > 50
+    missing = [path for path in paths if not any((folder / path).exists() for folder in (PACKAGE, ROOT))]
+    assert not missing, missing
+
+
+def test_contributing_names_functions_of_the_files_before_them() -> None:
+    found = re.findall(r"`([a-z_/]+\.py)`: ((?:`\w+`(?:, )?)+)", tables_of_contributing())
+    assert len(found) > 25
+    wrong = []
+    for path, quoted in found:
+        tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+        wrong += [f"{path}: {name}" for name in re.findall(r"\w+", quoted) if name not in names]
+    assert not wrong, wrong
+
+
 def test_imports_run_one_way():
     wrong = []
     for path in MODULES:

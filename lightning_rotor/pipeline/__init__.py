@@ -10,7 +10,7 @@ Read, plain numbers first:
 
 - ``pipeline_options``: what the user sets, checked;
 - ``pipeline_schedule``: the order of works under each schedule; ``runner`` has torch's class for each;
-- ``pipeline_simulator``, with ``step_times``, ``device_levels`` and ``stage_loads``: what an order takes, without torch;
+- ``pipeline_simulator``, with ``step_times``, ``device_levels``, ``stage_loads``: what an order takes, without torch;
 - ``partition``: where to cut, so that it takes least;
 - ``micro_batches``, ``micro_batch_seeds``, ``batch_statistics``: a batch in parts that train as the whole does;
 - ``processes``, ``placement``, ``device_speeds``: who has which weights, and who is how fast;
