@@ -4,8 +4,8 @@ In come plans, frontiers and chains, which know no torch; out go tables, figures
 and SVG. What is imported here registers itself in :mod:`lightning_rotor.shown`. Read in this order:
 
 - ``tables``: a plan, its stages, the curve; ``stage_names`` where room is short.
-- ``figures``: what all pictures share. ``timeline`` shows memory over a step, ``frontier_plot`` budget against overhead,
-  ``pipeline_plot`` which device of a pipeline does what.
+- ``figures``: what all pictures share. ``timeline`` shows memory over a step, ``frontier_plot`` budget against
+  overhead, ``pipeline_plot`` which device of a pipeline does what.
 - ``drawing``: the stages of a model, with ``operator_labels``, and ``repeats`` drawn once. ``notebooks``: HTML of all.
 - ``command_line``: ``lightning-rotor plan``. ``command_options`` may be asked, ``named_models`` by name;
   ``command_plan`` plans, ``command_answer`` prints.
