@@ -129,7 +129,6 @@ class ModulePlans:
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
         # Numbers of the tensors, among those that the module returns, that its caller makes nothing of.
-        # Numbers of the tensors, among those that it returns, that the step makes nothing of.
         self._unused_outputs: frozenset[int] = frozenset()
         self._source = source
         self._settings = settings
