@@ -134,7 +134,7 @@ class Executor:
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
             state=state,
             known_draws=set(state.drawn),
-            watch=self.stopwatch,
+            stopwatch=self.stopwatch,
         )
 
 

@@ -88,6 +88,7 @@ class StepPlanner(BudgetSource):
         self._mode = Mode()
         self.watch = StepWatch()
         self.limit = StepLimit(loop, limit, beyond=beyond)
+        # Before the modules, whose plans read it.
         self.ranks = Agreement(beyond=beyond)
         self.modules = PlannedModules(loop, self, settings, names)
         self._step: Step | None = None
