@@ -166,7 +166,7 @@ def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int
 
 
 def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available_bytes: int, budget_bytes: int) -> bool:
-    """Give a chain another budget, or the least one if no plan keeps it. False if the least plan is no other one.
+    """Give a chain another budget, or the least one if no plan keeps it. False if the least plan is no better.
 
     ``available_bytes`` is what the chain could use if nothing had been learned. The correction is that less the budget,
     so that a larger correction is a smaller budget.
