@@ -609,8 +609,8 @@ def train_timed(
 
     def counted(costs: Costs, signature: Signature, plan: Plan, **how: Any) -> Prepared:
         found = under(costs, signature, plan, **how)
-        assert found.executor.watch is not None
-        watches.append(found.executor.watch)
+        assert found.executor.stopwatch is not None
+        watches.append(found.executor.stopwatch)
         times.append(factors[len(times)] * seconds_again(plan))
         return found
 

@@ -384,7 +384,7 @@ class Ticks:
 def test_calls_are_timed_from_the_second_on(schedule: str, again: float, step: float) -> None:
     profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4))
     watch = Stopwatch(Ticks())
-    run = Executor(profile.stages, profile.chain, Schedule.parse(schedule), profile.states, watch=watch)
+    run = Executor(profile.stages, profile.chain, Schedule.parse(schedule), profile.states, stopwatch=watch)
     seen = []
     for _ in range(8):
         run(torch.randn(2, 4)).sum().backward()
@@ -401,7 +401,7 @@ def test_a_backward_is_timed_until_the_inputs_have_their_gradients() -> None:
 
     profile = profile_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4))
     watch = Stopwatch(clock)
-    run = Executor(profile.stages, profile.chain, Schedule.parse("0-1"), profile.states, watch=watch)
+    run = Executor(profile.stages, profile.chain, Schedule.parse("0-1"), profile.states, stopwatch=watch)
     for _ in range(3):
         value = torch.randn(2, 4, requires_grad=True) * 2
         assert value.grad_fn is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,53 @@ def where(path: Path, line: int) -> str:
 
 def test_the_order_names_every_part():
     assert {part_of(path) for path in MODULES} == {"__init__", *ORDER}
+
+
+PACKAGES = sorted(path.parent for path in MODULES if path.name == "__init__.py" and path.parent != PACKAGE)
+# In backticks, or in front of what a table of a literal block says.
+NAMED = re.compile(r"`([a-z][a-z0-9_]*)`|^ {4,}([a-z0-9_]+(?:, [a-z0-9_]+)*) {2,}\S", re.MULTILINE)
+# Functions that docstrings of packages name as well.
+NO_FILES = {"invertible_checkpoint", "isinstance", "limit_error", "meter_for"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_docstring_of_a_package_names_its_files_and_no_others(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    named = set()
+    for quoted, in_table in NAMED.findall(docstring):
+        named.update((quoted or in_table).split(", "))
+    files = {path.stem for path in package.glob("*.py")} - {"__init__"}
+    files |= {path.parent.name for path in package.glob("*/__init__.py")}
+    assert named - NO_FILES == files
+
+
+def tables_of_contributing() -> str:
+    """The tables of CONTRIBUTING.md that say where things are."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text[text.index("## Where does it happen") : text.index("## How measurements are made")]
+
+
+def test_contributing_names_files_that_exist() -> None:
+    paths = re.findall(r"`([a-z_]+(?:/[a-z_]*)*(?:\.py|\.md|/))`", tables_of_contributing())
+    assert len(paths) > 50
+    missing = [path for path in paths if not any((folder / path).exists() for folder in (PACKAGE, ROOT))]
+    assert not missing, missing
+
+
+def test_contributing_names_functions_of_the_files_before_them() -> None:
+    found = re.findall(r"`([a-z_/]+\.py)`: ((?:`\w+`(?:, )?)+)", tables_of_contributing())
+    assert len(found) > 25
+    wrong = []
+    for path, quoted in found:
+        tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+        wrong += [f"{path}: {name}" for name in re.findall(r"\w+", quoted) if name not in names]
+    assert not wrong, wrong
 
 
 def test_imports_run_one_way():

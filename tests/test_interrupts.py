@@ -23,7 +23,7 @@ from lightning_rotor.private import torch_names as private
 PACKAGE = str(Path(lightning_rotor.__file__).parent)
 # What changes something that is not the package's own, and undoes it.
 CHANGING = {
-    *("shown_calls", "listening", "paused", "_in_place", "noticed_checkpoints", "undisturbed", "kept_attributes"),
+    *("shown_calls", "listening", "paused", "_standing_in", "noticed_checkpoints", "undisturbed", "kept_attributes"),
     *(
         "lent_buffers",
         "repeating",

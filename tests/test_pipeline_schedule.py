@@ -8,7 +8,16 @@ import pytest
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import _ComputationType
 
-from lightning_rotor.pipeline.pipeline_schedule import Action, PipelineError, actions, most_in_flight, orders
+from lightning_rotor.pipeline import pipeline_schedule
+from lightning_rotor.pipeline.pipeline_schedule import (
+    Action,
+    PipelineError,
+    actions,
+    lingering,
+    most_in_flight,
+    orders,
+)
+from lightning_rotor.pipeline.runner import _torch_schedule
 
 WORK = {_ComputationType.FORWARD: "forward", _ComputationType.FULL_BACKWARD: "backward"}
 SIZES = [(devices, micro_batches) for devices in (1, 2, 3, 4, 7) for micro_batches in (1, 2, 3, 4, 7, 8, 12)]
@@ -149,3 +158,16 @@ def test_what_cannot_run_is_refused(arguments, text):
     arguments = {"schedule": "1f1b", "devices": 2, "micro_batches": 4, **arguments}
     with pytest.raises(PipelineError, match=text):
         orders(arguments.pop("schedule"), arguments.pop("devices"), **arguments)
+
+
+def test_a_schedule_without_an_order_or_a_class_of_torch_is_refused_and_does_not_run_as_gpipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline_schedule, "SCHEDULES", (*pipeline_schedule.SCHEDULES, "zb"))
+    order = orders("gpipe", 2, micro_batches=4)[0]
+    with pytest.raises(PipelineError, match="schedule is 'zb': expected one of"):
+        orders("zb", 2, micro_batches=4)
+    with pytest.raises(PipelineError, match="schedule is 'zb': expected one of"):
+        lingering("zb", order, stages=2, outputs_linger=True)
+    with pytest.raises(PipelineError, match="schedule is 'zb': expected one of"):
+        _torch_schedule("zb", [SimpleNamespace(group_size=2)], 4, None)

@@ -1,4 +1,8 @@
-"""Lightning callbacks. The only part of the package, with the strategies, that needs Lightning."""
+"""Lightning callbacks. The only part of the package, with the strategies, that needs Lightning.
+
+``rotor_callback`` translates hooks into calls of :mod:`lightning_rotor.planned`, and logs the metrics. ``trainer_loop``
+is a Trainer as plans see it. ``batch_size_advice`` is a callback that runs before training.
+"""
 
 from lightning_rotor.private.lightning_packages import installed
 

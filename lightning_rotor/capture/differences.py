@@ -27,7 +27,7 @@ def first_difference(left: fx.Graph, right: fx.Graph) -> tuple[fx.Node, ...]:
 
 def _spelled(node: fx.Node, source: Source) -> Any:
     """An operation with its arguments, comparable between two recordings."""
-    # Each operation is compared by itself. Only the numbers of the nodes go on.
+    # Each operation is compared by itself. Names of variables (v0, v1) count on, and bound constants begin anew.
     source.bound.clear()
     what = node.op, str(node.meta["module"]), node.target, node.args, node.kwargs, node.meta.get(REGION)
     text = source.spell(what)

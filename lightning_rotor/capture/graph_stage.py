@@ -61,7 +61,7 @@ class GraphSlice(nn.Module):
         self._is_call = self._is_one_call(inputs, nodes, outputs)
 
     def _lines(self, source: Source, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> list[str]:
-        """The lines of the function's body."""
+        """The lines of the function's body; notes what they read, call and hold, on which ``__init__`` relies."""
         lines = ["del value"]
         if inputs:
             lines.insert(0, f"{', '.join(map(source.name, inputs))} = value")

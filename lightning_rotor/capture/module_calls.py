@@ -95,7 +95,10 @@ Slot: TypeAlias = tuple[nn.Module, str]
 
 
 def tensor_slots(root: nn.Module) -> dict[int, tuple[torch.Tensor, str, Slot]]:
-    """Parameters and buffers by ``id``: the tensor, its first dotted name, and its slot."""
+    """Parameters and buffers by ``id``: the tensor, its first dotted name, and its slot.
+
+    Ids are used again once a tensor is gone, so that who looks one up compares the tensor itself.
+    """
     slots: dict[int, tuple[torch.Tensor, str, Slot]] = {}
     for path, module in root.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -94,6 +94,7 @@ class Reach:
         # Value, path, where, level.
         self._pending: list[tuple[Any, str, str, int]] = []
         self._is_following = False
+        # The sets themselves, which grow with what is learned.
         notes.names, notes.entered = self._names, self._looked_into
 
     def learn(self, names: frozenset[str], *, wholly: bool) -> None:

@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):
             ):
                 self._ambient, self._states = ambient(), GeneratorStates()
                 self._gradients = self._ambient.gradients
-                with _in_place(attributes):
+                with _standing_in(attributes):
                     del attributes
                     # Not by calling the root: its hooks, and a forward in its attributes, run around the plan.
                     output = type(self._root).forward(self._root, *args, **kwargs)
@@ -466,9 +466,9 @@ class Recorder(TorchFunctionMode):
 
 
 @contextmanager
-def _in_place(attributes: Mapping[Slot, Any]) -> Iterator[None]:
-    """Context in which modules have other values as attributes."""
-    # In a row: a metric of torchmetrics has another hash whenever its values change.
+def _standing_in(attributes: Mapping[Slot, Any]) -> Iterator[None]:
+    """Context in which modules have copies of their attributes, which have nodes: what the code reads is an input."""
+    # A list, and no dict by module: a metric of torchmetrics has another hash whenever its values change.
     places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
 
     def put_back() -> None:

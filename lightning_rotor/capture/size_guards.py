@@ -202,7 +202,7 @@ class _OnMeta(TorchFunctionMode):
         if not self._once:
             return _run_on_meta(func, args, kwargs)
         if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
-            # The tensor may stand for those of several equal layers.
+            # The tensor may stand for those of several equal layers. Who asked tries again without sharing.
             raise NotImplementedError
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:

@@ -183,7 +183,7 @@ class Surroundings:
             if isinstance(first, nn.Module) and first in self._modules:
                 self._reach.look_into(first, path)
             for function in self._functions().get(code, ()):
-                if function not in self._read_functions and _is_running(function, frame):
+                if function not in self._read_functions and _may_be_running(function, frame):
                     self._read_functions.add(function)
                     self._read_function(function, path)
 
@@ -227,8 +227,11 @@ def _is_ours(frame: FrameType) -> bool:
     return type(name) is str and name.startswith("lightning_rotor.")
 
 
-def _is_running(function: FunctionType, frame: FrameType) -> bool:
-    """True if a frame could be one of this function, with the variables of enclosing functions that it has."""
+def _may_be_running(function: FunctionType, frame: FrameType) -> bool:
+    """True if a frame could be one of this function, with the variables of enclosing functions that it has.
+
+    The caller has compared their code.
+    """
     if function.__globals__ is not frame.f_globals:
         return False
     # A frame has the values of these variables and not their cells.

@@ -190,10 +190,11 @@ class GraphWriter:
         return self._size(value, "call_function", function, *map(self.encode, operands))
 
     def ask(self, function: Callable[..., Any], left: Any, right: Any, answer: Any) -> None:
-        """Record a question about sizes."""
+        """Record a question about numbers: sizes, or numbers that modules have as attributes."""
         operands = self.encode(left), self.encode(right)
         node = self._size_node("call_function", function, operands, answer)
-        # Questions about sizes are asked once for each new set of sizes, those about values at every call.
+        # Questions about sizes are asked once for each new set of sizes, those about values (lengths of packed
+        # sequences, a module's numbers) at every call.
         if VALUED in node.meta:
             self.guard(node, answer, "a size")
         else:
@@ -313,7 +314,11 @@ class GraphWriter:
         self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
 
     def guard(self, node: fx.Node, value: Any, what: str) -> None:
-        """Remember a value that the code saw: one from a call's inputs alone, or one that is checked where it is."""
+        """Remember a value on which the code may have branched, as a condition of the recording.
+
+        It must follow from a call's inputs alone, or be what an ``assert`` asks, whose node becomes a check. Else the
+        forward is refused (``UntraceableError``), which ``attempts`` hears.
+        """
         try:
             self.require_computable(node, what)
         except UntraceableError:
@@ -335,15 +340,19 @@ class GraphWriter:
 
 
 def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads."""
+    """Remove nodes, what was computed for them alone, and pieces and sizes that nobody reads.
+
+    Other operations without users stay: they may change something in place.
+    """
+    # What a size was computed from is no part of the question: sizes go by themselves, below.
+    behind = ancestors(nodes, sizes=False)
     # From the end, so that what was read by erased nodes alone goes as well.
-    needed = ancestors(nodes, sizes=False)
     for node in reversed(list(graph.nodes)):
         if node.users or node.op in ("placeholder", "output"):
             continue
         is_piece = node.target is operator.getitem or node.op == "get_attr"
         is_number = SIZE in node.meta or VALUED in node.meta
-        if node in needed or is_piece or is_number:
+        if node in behind or is_piece or is_number:
             graph.erase_node(node)
 
 

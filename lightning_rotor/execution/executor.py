@@ -49,7 +49,7 @@ class Executor:
         wanted: Numbers of the values to return, by default those of the last stage.
         root: The user's module, for names in messages.
         inputs: Names of the chain's inputs, for messages.
-        watch: Times its calls.
+        stopwatch: Times its calls.
 
     Attributes:
         schedule: The one that it was given.
@@ -66,14 +66,14 @@ class Executor:
         wanted: Collection[int] | None = None,
         root: nn.Module | None = None,
         inputs: Sequence[str] = (),
-        watch: Stopwatch | None = None,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         check_schedule(chain, schedule)
         # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
-        self.schedule, self.watch = schedule, watch
+        self.schedule, self.stopwatch = schedule, stopwatch
         named_root = None if root is None else (root, "")
         states = states or (NO_STATE,) * len(self._stages)
         self._states = tuple(replace(state, root=named_root) for state in states)
@@ -86,7 +86,7 @@ class Executor:
 
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
-        return self._run(value) if self.watch is None else self.watch.timed(self._run, value)
+        return self._run(value) if self.stopwatch is None else self.stopwatch.timed(self._run, value)
 
     def _compiled(self, items: tuple[Item, ...], wanted: Collection[int]) -> tuple[Wire, _Step]:
         """The wire of some items, and the function that runs them and returns the wanted values."""
@@ -134,7 +134,7 @@ class Executor:
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
             state=state,
             known_draws=set(state.drawn),
-            watch=self.watch,
+            stopwatch=self.stopwatch,
         )
 
 

@@ -33,14 +33,14 @@ def recomputed(
     state: SegmentState = NO_STATE,
     known_draws: set[str] | None = None,
     spell_input: Callable[[int, TreeSpec], str] = "input {}".format,
-    watch: Stopwatch | None = None,
+    stopwatch: Stopwatch | None = None,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
 
     The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
     changes, or might change some day; ``known_draws`` are the generators that it is known to draw from, and grow;
-    ``watch`` times the second run; ``spell_input`` names a leaf of the inputs.
+    ``stopwatch`` times the second run; ``spell_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
@@ -50,7 +50,7 @@ def recomputed(
     tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     before = private.stamps(tensors)
     if torch.is_grad_enabled():
-        timing = nullcontext if watch is None else partial(watch.timing, watch.laps)
+        timing = nullcontext if stopwatch is None else partial(stopwatch.timing, stopwatch.laps)
         held = _Inputs(name, leaves, spec, before, spell_input)
         device = _device_of(tensors) if draws_random else None
         first_pass = FirstPass(state, device, known_draws)

@@ -6,7 +6,8 @@
     check_inverse(blocks[0], x)
     y = invertible_checkpoint(blocks, x)      # holds y; a plain call holds hundreds of activations
 
-``docs/invertible.md`` is the guide.
+``layers`` has the modules and ``invertible_checkpoint``, ``check`` tries an inverse on one input. The runs themselves
+are in :mod:`lightning_rotor.execution.inversion`. ``docs/invertible.md`` is the guide.
 """
 
 from lightning_rotor.errors import InverseError

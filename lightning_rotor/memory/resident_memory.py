@@ -4,7 +4,7 @@ What it holds, and when::
 
                         forward          backward            optimizer step
     parameters, buffers ██████████████████████████████████████████████████
-    optimizer state     ██████████████████████████████████████████████████   predicted before it exists
+    optimizer state     ██████████████████████████████████████████████████   ``optimizer_prediction`` until it exists
     batch               ██████████████████████████████████████████████████
     messages            ██████████████████████████████████████████████████   buckets of gradients under DDP
     gradients           ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒      ▁▂▃▄▅▆▇████████████████████   ▒: of the step before, if it lingers

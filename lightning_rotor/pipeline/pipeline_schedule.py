@@ -76,8 +76,12 @@ def orders(schedule: PipelineScheduleName, devices: int, *, micro_batches: int, 
     if schedule == "interleaved":
         # The last device sees the first round through all stages but its last; each hop takes a forward either way.
         ahead = (stages_per_device - 1) * together + 2 * behind
+    elif schedule == "1f1b":
+        ahead = behind
+    elif schedule == "gpipe":
+        ahead = np.full_like(behind, total)
     else:
-        ahead = behind if schedule == "1f1b" else np.full_like(behind, total)
+        raise unknown_schedule(schedule)
     ahead = np.minimum(ahead, total - 1)
     found = np.empty((devices, 2 * total, 3), np.int64)
     stage = place * devices + device
@@ -88,10 +92,15 @@ def orders(schedule: PipelineScheduleName, devices: int, *, micro_batches: int, 
     return found
 
 
+def unknown_schedule(schedule: object) -> PipelineError:
+    """The error for a schedule that is none, or that has no entry yet where one is needed."""
+    return PipelineError(f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}")
+
+
 def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int) -> None:
     """Raise a :class:`PipelineError` that says what would work if a schedule cannot run."""
     if schedule not in SCHEDULES:
-        raise PipelineError(f"schedule is {schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}")
+        raise unknown_schedule(schedule)
     numbers = {"devices": devices, "micro_batches": micro_batches, "stages_per_device": stages_per_device}
     for name, value in numbers.items():
         if not is_positive_integer(value):
@@ -126,7 +135,9 @@ def lingering(schedule: PipelineScheduleName, order: Integers, *, stages: int, o
         if ahead > 1 and outputs_linger:
             until[ahead - 2] = first_left
         until[first_left:end] += 1
-    else:
+    elif schedule in ("gpipe", "interleaved"):
         until[is_backward | outputs_linger] = end
+    else:
+        raise unknown_schedule(schedule)
     until[np.where(is_backward, stage == 0, stage == stages - 1)] = end
     return until

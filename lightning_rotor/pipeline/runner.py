@@ -33,7 +33,7 @@ from lightning_rotor.pipeline.micro_batch_stage import MicroBatchStage
 from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.pipeline.part import Part, Step
 from lightning_rotor.pipeline.partition import Partition
-from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, unknown_schedule
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, share
 from lightning_rotor.stages.sequential import wiring_of
 from lightning_rotor.stages.wiring import packed, unpacked
@@ -275,4 +275,6 @@ def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches
     # 1F1B needs a micro-batch for each device before the first one comes back.
     if name == "1f1b" and trains and micro_batches >= devices:
         return Schedule1F1B(stages[0], **options)
-    return ScheduleGPipe(stages[0], **options)
+    if name in ("gpipe", "1f1b"):
+        return ScheduleGPipe(stages[0], **options)
+    raise unknown_schedule(name)

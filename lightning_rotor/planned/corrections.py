@@ -166,9 +166,10 @@ def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int
 
 
 def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available_bytes: int, budget_bytes: int) -> bool:
-    """Give a chain another budget, or the least one if no plan keeps it. False if that changes nothing.
+    """Give a chain another budget, or the least one if no plan keeps it. False if the least plan is no better.
 
-    ``available_bytes`` is what the chain could use if nothing had been learned.
+    ``available_bytes`` is what the chain could use if nothing had been learned. The correction is that less the budget,
+    so that a larger correction is a smaller budget.
     """
     before_bytes = search.correction_bytes
     # The correction that the running plan has.
@@ -179,7 +180,8 @@ def _replan(modules: PlannedModules, plan: Plan, search: BudgetSearch, available
     try:
         modules.replan(plan)
     except BudgetError as error:
-        # The least plan needs more than that budget; it is better than the running one if that has more.
+        # The least plan needs more than that budget. Where it needs no less than the running plan may use, it is no
+        # better than that.
         search.correction_bytes -= error.minimum_bytes - error.budget_bytes
         if search.correction_bytes <= running_bytes:
             search.correction_bytes = before_bytes

@@ -333,7 +333,10 @@ def _sees_all_backwards(step: Step, calls: Sequence[Call], phases: Sequence[Step
 
 
 def _sparing(budget: Budget, chain: Chain) -> Budget:
-    """A budget with a little less for a chain, in proportion to what the process holds."""
+    """A budget with a little less for a chain, in proportion to what the process holds.
+
+    The least plan may take it after all, as it is only guessed to be needed.
+    """
     plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
     # Where all fits with ease, that is less than the limit: 1 % of a limit of 1 TiB would stand in every table.
     held_bytes = min(budget.limit_bytes, budget.reserved_bytes + plain.peak_bytes)

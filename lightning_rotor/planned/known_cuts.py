@@ -158,7 +158,7 @@ class KnownCuts:
             for way, reason in cut.reasons.items():
                 message += f"; not {WAYS[way]}: {reason}"
             _log.info("%s", message)
-            self._take(cut)
+            self._remember(cut)
         self._recorded += 1
         if self._recorded == _MANY_CUTS:
             self._warn_of_many(cut.anew)
@@ -201,7 +201,7 @@ class KnownCuts:
                     "batch through it first"
                 )
 
-    def _take(self, cut: SequentialCut | GraphCut) -> None:
+    def _remember(self, cut: SequentialCut | GraphCut) -> None:
         """Remember a cut, and drop those of layers that are gone."""
         present = set(self._module.modules())
         kept: list[SequentialCut | GraphCut] = []

@@ -1,11 +1,16 @@
 """One limit for a training step: the budgets that follow from it, and the errors where no plan keeps it.
 
-A limit is broken in one of four ways, each found as early as it can be known::
+A limit is broken in one of five ways, each found as early as it can be known::
 
     before the forward     no plan for a call fits beside what the process holds        refuse()
     behind a step          it has taken more, and no plan takes less                    exceeded()
+    without a watch        no step could be measured, and they are predicted above it   exceeded_by_prediction()
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
+
+Here is decided when training ends. The words of all these errors are in ``memory/budget`` (``limit_error``). The layer
+that they name comes from ``planning/solver`` (``Solver._refusal``) before a step has run, and from ``running_step``
+(``Step.setter``) behind it. A step that shows how to do better is for ``corrections``.
 """
 
 from __future__ import annotations

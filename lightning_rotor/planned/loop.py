@@ -44,7 +44,8 @@ class TrainingLoop(Protocol):
         device: Where it trains.
         optimizers: Of the training.
         wrapped: The model as the strategy has wrapped it.
-        gradients_linger: Gradients of one step are there until after the next forward, and no longer.
+        gradients_linger: Gradients of one step are there until after the next forward, and no longer. False: they add
+            up over steps, or the user's loop frees them.
         steps: Number of steps of all optimizers so far.
         warned_of: Topics of warnings that come once.
     """

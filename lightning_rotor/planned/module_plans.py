@@ -129,7 +129,7 @@ class ModulePlans:
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
         # Numbers of the tensors, among those that the module returns, that its caller makes nothing of.
-        self.unused_outputs: frozenset[int] = frozenset()
+        self._unused_outputs: frozenset[int] = frozenset()
         self._source = source
         self._settings = settings
         self._cuts = KnownCuts(
@@ -195,6 +195,13 @@ class ModulePlans:
             self.cache.keep_only(lambda other: other != signature)
             if ranks.any(signature is None):
                 self._cuts.forget_those_for(args, kwargs)
+
+    def expect_unused(self, outputs: frozenset[int]) -> None:
+        """Take these numbers of returned tensors for unused. What was measured under others is measured anew."""
+        if outputs != self._unused_outputs:
+            self._unused_outputs = outputs
+            self.cache.keep_only(lambda signature: False)
+            self._measurements.keep_only(lambda signature: False)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """The signature of a call, and the chain's input. The module is cut if it must be."""
@@ -298,8 +305,8 @@ class ModulePlans:
             try:
                 plan = self._solve(profile, budget)
             except BudgetError:
-                # Bounds may be too high where the truth fits, so it is measured. Nothing fits into nothing, which is
-                # left where calls share what there is.
+                # Bounds may be too high where the truth fits, so it is measured. But the budget is 0 while other calls
+                # share the step: the least plan runs then, until a joint one follows.
                 outcome = None if budget.available_bytes > 0 else self._outcome(profile)
                 if not isinstance(outcome, Plan):
                     return None
@@ -361,7 +368,7 @@ class ModulePlans:
                     compiled=self._compiled,
                     ranks=self._source.ranks,
                     accumulating=self._source.accumulates,
-                    unused_outputs=self.unused_outputs,
+                    unused_outputs=self._unused_outputs,
                 )
             except (TypeError, AttributeError, KeyError) as error:
                 # Where the code itself is at fault, its real run says so next, or that of its parts.

@@ -33,6 +33,7 @@ from lightning_rotor.planned.records import model_fingerprint
 from lightning_rotor.planned.target_search import (
     Target,
     TargetSearch,
+    holds,
     may_be_planned,
     named_target,
     spelled_shares,
@@ -161,12 +162,12 @@ class PlannedModules:
         """
         if self._names is not None:
             model = self._loop.model
-            self._take([named_target(model, name) for name in self._names])
+            self._plan_only([named_target(model, name) for name in self._names])
             return True
         assert self._search is not None
         if known:
             self._search.close(())
-        self._take(known or self._search.targets())
+        self._plan_only(known or self._search.targets())
         return bool(known)
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
@@ -192,7 +193,7 @@ class PlannedModules:
                 module = self._loop.model.get_submodule(name)
                 target = Target(name, module, "as on rank 0", is_unseen)
             chosen.append(target)
-        self._take(chosen)
+        self._plan_only(chosen)
         return list(self) != before
 
     def close(self, calls: Sequence[str]) -> list[ModulePlans]:
@@ -266,7 +267,7 @@ class PlannedModules:
         for other in self:
             if other is not module and other.target.is_unseen:  # found in this step
                 targets.append(other.target)
-        self._take([*targets, *self._search.targets()])
+        self._plan_only([*targets, *self._search.targets()])
         if module.caches:
             self._attach(module.module, ForwardWithoutCaches(module.caches))
 
@@ -275,7 +276,7 @@ class PlannedModules:
         target = self._unseen[name]
         inside = set(target.module.modules())
         for other, waiting in list(self._unseen.items()):
-            if waiting.module in inside or _holds(waiting.module, target.module):
+            if waiting.module in inside or holds(waiting.module, target.module):
                 self._dismiss(other)
         self._plan(target)
 
@@ -379,7 +380,7 @@ class PlannedModules:
         self._modules = []
         self._unseen = {}
 
-    def _take(self, targets: Sequence[Target]) -> None:
+    def _plan_only(self, targets: Sequence[Target]) -> None:
         """Plan these and no others, and let unseen ones wait for their first call."""
         wanted = {id(target.module): target for target in targets}
         kept = []
@@ -388,7 +389,9 @@ class PlannedModules:
             if target is None:
                 self._detach(module.module)
             else:
-                module.target = target  # the reason for it may have changed
+                # Of a module that a guess or a tuner's trial has planned, more is known now.
+                module.target = target
+                module.plans.expect_unused(target.unused_outputs)
                 kept.append(module)
         self._modules = kept
         for name in list(self._unseen):
@@ -397,7 +400,7 @@ class PlannedModules:
             for target in wanted.values():
                 if not target.is_unseen:
                     self._plan(target)
-            self._await([target for target in wanted.values() if target.is_unseen])
+            self._let_wait([target for target in wanted.values() if target.is_unseen])
         except BaseException:
             self.end()
             raise
@@ -406,12 +409,13 @@ class PlannedModules:
         """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
-        planned.plans.unused_outputs = target.unused_outputs
+        planned.plans.expect_unused(target.unused_outputs)
         self._attach(target.module, planned)
         self._modules.append(PlannedModule(target, planned.plans, planned.caches))
 
-    def _await(self, targets: Collection[Target]) -> None:
+    def _let_wait(self, targets: Collection[Target]) -> None:
         """Let modules wait for their first call, but those inside of one that is planned, or around one."""
+        # Read once: modules that wait may lie in each other, and the first that is called ends that (``_found``).
         taken = [module for module in self._loop.model.modules() if is_attached(module)]
         for target in targets:
             if _overlaps(target.module, taken):
@@ -441,13 +445,7 @@ class PlannedModules:
 def _overlaps(module: nn.Module, others: Collection[nn.Module]) -> bool:
     """True if one of others is inside of a module, or around it."""
     inside = set(module.modules())
-    return any(other in inside or _holds(other, module) for other in others)
-
-
-def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    """True if a module lies in another one, or is it."""
-    # A metric of torchmetrics equals any module, so that ``in`` a list tells nothing.
-    return any(module is inner for module in outer.modules())
+    return any(other in inside or holds(other, module) for other in others)
 
 
 def _check_apart(model: nn.Module, target: Target) -> None:

@@ -28,7 +28,11 @@ _NEAREST_SMALLER = 2
 
 
 def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:
-    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone."""
+    """The fastest plan for this budget and a chain that differs in the first stage's shapes alone.
+
+    Costs are equal where they are bounds that follow from the same measured sizes. A plan may be beyond its budget, for
+    training that goes on beyond the limit; such a one is not taken over.
+    """
     alike = []
     for plan in plans:
         is_for_budget = plan.budget_bytes == budget.available_bytes

@@ -71,7 +71,7 @@ class Costs:
             profile.states,
             root=cut.module,
             inputs=cut.inputs,
-            watch=Stopwatch(meter_for(signature.device)),
+            stopwatch=Stopwatch(meter_for(signature.device)),
         )
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
         return Prepared(self, plan, executor, runs_plainly, lost_seconds, is_chosen)
@@ -122,11 +122,12 @@ class Prepared:
     @property
     def measured_overhead(self) -> float | None:
         """Time beyond plain training as a fraction of it, as measured; None before a second call under the plan."""
-        if self.executor.watch is None:
+        stopwatch = self.executor.stopwatch
+        if stopwatch is None:
             return None
         if not self.plan.recomputed:
             return self.plan.overhead
-        again_seconds, step_seconds = self.executor.watch.again_seconds, self.executor.watch.step_seconds
+        again_seconds, step_seconds = stopwatch.again_seconds, stopwatch.step_seconds
         if again_seconds is None or step_seconds is None:
             return None
         extra_seconds = again_seconds + _seconds_besides(self.plan)
@@ -138,8 +139,8 @@ class Prepared:
     @property
     def is_timed(self) -> bool:
         """True if all calls have run that tell what the plan costs."""
-        watch = self.executor.watch
-        return watch is not None and watch.calls > 1 + TIMED_CALLS and self.measured_overhead is not None
+        stopwatch = self.executor.stopwatch
+        return stopwatch is not None and stopwatch.calls > 1 + TIMED_CALLS and self.measured_overhead is not None
 
     @property
     def is_settled(self) -> bool:

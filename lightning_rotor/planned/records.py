@@ -82,7 +82,9 @@ def recalled(record: Record, stages: Sequence[Stage]) -> tuple[Profile, Plan | N
         )
         return profile, from_plain(record["plan"], chain) if "plan" in record else None
     except (RotorError, KeyError, TypeError, ValueError, IndexError):
-        return None  # of another version of this package, or damaged
+        # Of another version of this package, of a module with other code, or damaged. Or variants of a compiled stage
+        # were measured, which are compiled by measuring alone.
+        return None
 
 
 def seal_of(saved: Mapping[str, Any]) -> str | None:

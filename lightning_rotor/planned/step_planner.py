@@ -88,6 +88,7 @@ class StepPlanner(BudgetSource):
         self._mode = Mode()
         self.watch = StepWatch()
         self.limit = StepLimit(loop, limit, beyond=beyond)
+        # Before the modules, whose plans read it.
         self.ranks = Agreement(beyond=beyond)
         self.modules = PlannedModules(loop, self, settings, names)
         self._step: Step | None = None
@@ -367,10 +368,13 @@ class StepPlanner(BudgetSource):
             self._highest_excess = highest
 
     def _exceeded(self, step: Step) -> None:
-        """No plan takes less than a step has taken that is not the first, which takes what no later one does."""
+        """The step took more than the limit under the least plan: end training, once an optimizer has stepped.
+
+        The first step is not judged here, since it takes what no later one does.
+        """
         assert self._highest_excess is not None
         has_stepped = any(phase.is_optimizer_step for phase in self.watch.phases)
-        # While gradients add up, the steps until the optimizer's may take more.
+        # Gradients that do not linger from step to step add up, and the steps until the optimizer's may take more.
         self._awaits_optimizer = not self.loop.gradients_linger() and not has_stepped
         if self._awaits_optimizer:
             self._become(Event.EXCEEDED)

@@ -6,8 +6,11 @@
         CHOOSING ──────────────────► PLANNING ────────────► WATCHING ───────────────────────► STEADY
                                         │  ▲                   ▲                                │
                        nothing can be   │  │ profiler is free  └────────────────────────────────┘
-                       planned          ▼  ▼                      another plan, or none kept the limit
-                              UNPLANNED    PUT_OFF
+                       planned          ▼  ▼                      a new shape's plan, another plan,
+                              UNPLANNED    PUT_OFF                or none kept the limit
+
+The plan of a new shape is made inside of the forward, by ``module_plans`` (``prepare``, ``_new_entry``); this table
+only hears of it, as ``PLANNED``.
 
 ``TRANSITIONS`` has all of it. An event that has no entry for a state is a mistake of this package, and raises
 ``KeyError``.
@@ -50,7 +53,7 @@ class Event(Enum):
     PUT_OFF = auto()
     """A module could not be measured, since the user's profiler records."""
     PLANNED = auto()
-    """A plan was made, for the first time or anew."""
+    """A plan was made: for the first call, for one of a new shape, or anew."""
     EXCEEDED = auto()
     """The plan that takes least has exceeded the limit, in a step whose gradients are still to add up."""
     WATCHED = auto()

@@ -344,6 +344,12 @@ def spelled_shares(shares: Sequence[tuple[str, float]]) -> str:
     return ", ".join(f"{name!r} ({100 * share:.0f} %)" for name, share in shares)
 
 
+def holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """True if a module lies in another one, or is it."""
+    # A metric of torchmetrics equals any module, so that ``in`` a list tells nothing.
+    return any(module is inner for module in outer.modules())
+
+
 def _outermost(
     module: nn.Module,
     planned: Collection[nn.Module] = (),
@@ -352,9 +358,9 @@ def _outermost(
     """Submodules that may be chains and are not inside of others, nor of planned ones, nor around one."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
-        if any(child in each.modules() for each in planned):
+        if any(holds(each, child) for each in planned):
             continue
-        holds_planned = any(each in child.modules() for each in planned)
+        holds_planned = any(holds(child, each) for each in planned)
         if may_be_planned(child) and not holds_planned:
             yield name, child
         else:

@@ -4,6 +4,7 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
 
     effort                       what planning may cost
     requirements                 chain → what each decision needs and takes, in slots of memory
+      retained_skips             its rule for skips
     dynamic_program              the recurrences, and the table of them for every budget
       kernels, compilation       its loops, and the same in machine code
       backtracking               table → schedules

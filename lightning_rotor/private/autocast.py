@@ -2,6 +2,10 @@
 
 All names but one are public. They stand here together so that no other file has a list of kinds of its own: a call
 that is compared under one list and recorded under another would be taken for equal when it is not.
+
+Nothing is decided here. A recomputation runs under the first pass's autocast by ``execution/settings``, and without
+its cache of casts by ``execution/passes`` (``run_stage``). Regions of recorded code are noted by ``capture/ambient``
+and set by ``capture/node_facts`` (``Region``). ``planned/signature`` has a plan for each state.
 """
 
 from collections.abc import Callable, Iterable

@@ -14,8 +14,9 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from lightning_rotor.chain import Chain
+from lightning_rotor.chain import Chain, Option
 from lightning_rotor.devices import kind_of
+from lightning_rotor.execution.inversion import can_be_fused
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.profiling.scan import merged
 from lightning_rotor.stages.sequential import Stage
@@ -76,6 +77,13 @@ class Profile:
         return [list(state.drawn) for state in self.states]
 
 
+def _can_run(stage: Stage, option: Option) -> bool:
+    """True if a stage has what an option needs that inverts it."""
+    if not option.inverts:
+        return True
+    return stage.invertible is not None and (not option.fused or can_be_fused(stage.invertible))
+
+
 def profile_over(
     stages: Sequence[Stage],
     chain: Chain,
@@ -98,12 +106,15 @@ def profile_over(
     starts = [0, *accumulate(group_sizes)]
     if starts[-1] != len(stages) or len(chain) != len(starts) - 1:
         raise ValueError("the costs are of other stages than the model has")
-    if any(len(cost.options) > 1 for cost in chain):
+    if any(not option.inverts for cost in chain for option in cost.options[1:]):
         raise ValueError("a compiled stage was measured with variants, which only measuring compiles")
     groups = [range(start, end) for start, end in pairwise(starts)]
     merged_stages = merged(stages, groups)
     if chain.names != tuple(stage.name for stage in merged_stages):
         raise ValueError("the costs name other stages than the model has")
+    for stage, cost in zip(merged_stages, chain, strict=True):
+        if any(not _can_run(stage, option) for option in cost.options):
+            raise ValueError("a stage was measured with an inverse that the model has no more")
     scratch: dict[tuple[nn.Module, str], Statistic] = {}
     states = []
     for stage, places, kinds in zip(merged_stages, remembered, drawn, strict=True):

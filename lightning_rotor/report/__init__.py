@@ -1,10 +1,14 @@
 """A plan's costs, for people: tables for the terminal, pictures, and the command line.
 
-In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (an extra, ``plot``)
-and SVG. Read in this order: :mod:`tables` (a plan, its stages, the curve), :mod:`figures` (what all pictures share),
-:mod:`timeline` (memory over a step), :mod:`frontier_plot` (budget against overhead), :mod:`pipeline_plot` (which device
-of a pipeline does what), :mod:`drawing` (the stages of a model), :mod:`command_line` (options to a plan, and the
-answer). What is imported here registers itself in :mod:`lightning_rotor.shown`.
+In come plans, frontiers and chains, which know no torch; out go tables, figures of matplotlib (an extra, ``[plot]``)
+and SVG. What is imported here registers itself in :mod:`lightning_rotor.shown`. Read in this order:
+
+- ``tables``: a plan, its stages, the curve; ``stage_names`` where room is short.
+- ``figures``: what all pictures share. ``timeline`` shows memory over a step, ``frontier_plot`` budget against
+  overhead, ``pipeline_plot`` which device of a pipeline does what.
+- ``drawing``: the stages of a model, with ``operator_labels``, and ``repeats`` drawn once. ``notebooks``: HTML of all.
+- ``command_line``: ``lightning-rotor plan``. ``command_options`` may be asked, ``named_models`` by name;
+  ``command_plan`` plans, ``command_answer`` prints.
 """
 
 from lightning_rotor.report.drawing import Drawing, draw_chain

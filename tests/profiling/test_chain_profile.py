@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rotor.chain import Chain
+from lightning_rotor.invertible import AdditiveCoupling
+from lightning_rotor.planned.prepared import Costs
+from lightning_rotor.planned.records import recalled, record_of
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.chain_profile import profile_over
 from lightning_rotor.stages.sequential import sequential_stages
@@ -89,3 +94,29 @@ def test_costs_of_compiled_variants_are_refused() -> None:
     stages = (*profile.chain.stages[:1], replace(profile.chain.stages[1], options=options), *profile.chain.stages[2:])
     with pytest.raises(ValueError, match="a compiled stage was measured with variants"):
         over(network(), profile, chain=replace(profile.chain, stages=stages))
+
+
+def invertible_network() -> nn.Sequential:
+    couplings = [AdditiveCoupling(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))) for _ in range(2)]
+    return nn.Sequential(nn.Linear(8, 8), *couplings)
+
+
+def test_costs_of_inverted_stages_are_taken_over_where_the_model_still_inverts_them() -> None:
+    profile = profile_chain(sequential_stages(invertible_network()), torch.randn(4, 8), repeats=1)
+    assert any(option.inverts for cost in profile.chain for option in cost.options)
+    record = record_of("call", Costs(profile))
+    record = json.loads(json.dumps(record))  # as a checkpoint holds it
+    recorded = recalled(record, sequential_stages(invertible_network()))
+    assert recorded is not None
+    assert recorded[0].chain == profile.chain
+    plain = nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+    assert recalled(record, sequential_stages(plain)) is None
+    with pytest.raises(ValueError, match="an inverse that the model has no more"):
+        over(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), profile, chain=named(profile))
+
+
+def named(profile: Profile) -> Chain:
+    """The costs under the names of plain layers."""
+    names = [stage.name for stage in sequential_stages(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))))]
+    stages = [replace(stage, name=name) for stage, name in zip(profile.chain, names, strict=True)]
+    return replace(profile.chain, stages=tuple(stages))
