@@ -245,7 +245,8 @@ def test_an_operator_without_known_values_is_an_error() -> None:
 
 @pytest.mark.gpu
 def test_an_operator_that_runs_out_of_memory_changes_nothing() -> None:
-    gc.collect()  # what earlier tests have left in cycles may lie in segments with much room
+    gc.collect()
+    torch.cuda.empty_cache()  # else the input may lie in a large segment that an earlier test has left, beside much room
     x, mean = torch.ones(2, 3, 2**22, device="cuda"), torch.zeros(3, device="cuda")
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(
