@@ -36,7 +36,7 @@ from lightning_rotor.stages.wiring import Wire, Wiring, packed
 
 _PIECES = (*SPLITS, torch.chunk, torch.split, torch.unbind, torch.tensor_split)
 """Operations with several views of one storage, of which a stage cannot be measured alone: a copy of each is another
-storage."""
+storage. Their views are taken out right behind them, and no stage ends in between."""
 MOST_STAGES = 256
 """The time of planning grows with the cube of the stages, and the least of several hundred matter little."""
 _NOTHING = 4096

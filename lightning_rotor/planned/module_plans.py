@@ -408,7 +408,11 @@ class ModulePlans:
         return self.use_plan(signature, costs_of(entry), self._source.ranks.settle(outcome))
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
-        """The plan of this process, or why it has none. An error is kept, since others may wait for it."""
+        """The plan of this process, or why it has none. An error is kept, since others may wait for it.
+
+        Where nothing fits, it is the plan that takes least if the step can go on under it: the step then shows what
+        training needs, and the limit ends it behind its backward. Else it is the error.
+        """
         budget = self.budget(profile)
         try:
             return self._solve(profile, budget)

@@ -93,7 +93,8 @@ class StepWatch:
             is_due: False for a sample step, which is left alone without a word if the profiler is busy.
             sees_all: False if the step is past its backward.
         Returns:
-            True if the meter runs now.
+            True if the meter runs now. A profiler that is taken, or a device that cannot be measured, ends watching
+            until the next plan; the other refusals are for this step.
         """
         on_cpu = loop.device().type == "cpu"
         if self._was_interrupted or (on_cpu and backward_number() is not None):
