@@ -48,6 +48,13 @@ EXPLAINED: dict[str, str] = {
     "planning/draws: spread_bytes: `0` → `-1`": "Equivalent: draws are only seen once there are peaks, so the default is never read.",
     "planning/draws: spread_bytes: `0` → `1`": "Equivalent, likewise.",
     "planning/draws: module: `8` → `7`": "Equivalent: only powers of two are compared with it.",
+    "planning/size_bounds: _candidates: `1` → `0`": "Equivalent: a line to a larger size is higher, so it is not taken.",
+    "planning/size_bounds: _candidates: without `continue`": "Equivalent, likewise.",
+    "planning/size_bounds: _candidates: `growth <= 1` → `growth < 1`": "Equivalent, likewise.",
+    "planning/size_bounds: _candidates: `0` → `-1`": "Equivalent: by one byte it is as near, and the chain itself is the same.",
+    "planning/size_bounds: _candidates: `0` → `1`": "Equivalent, likewise.",
+    "planning/size_bounds: _share: `0.0` → `-1.0`": "Equivalent: of two sizes that are the same in all dimensions no line is asked for.",
+    "planning/size_bounds: _scaled: `0` → `-1`": "Equivalent: the last of one value is the first.",
 }
 """By survivor, as the result names it, why no test can or need tell it from the module."""
 

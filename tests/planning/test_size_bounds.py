@@ -181,3 +181,30 @@ def test_a_bound_is_lower_if_any_of_its_largest_sizes_is(field: str) -> None:
         bound = bound_at(((8, 90),), measured)
         assert bound is not None
         assert bound.chain is small
+
+
+def test_a_larger_measurement_is_near_up_to_a_tenth() -> None:
+    rows = [[5, 3, 2, 7, 11, 1]] * len(FIELDS)
+    for length, is_near in ((110, True), (111, False)):
+        bound = bound_at(((1, 100),), [(((1, length),), chain(rows, 1, length))])
+        assert bound is not None
+        assert bound.is_near is is_near
+
+
+def test_one_row_grows_to_three_as_a_hundred_do_to_three_hundred() -> None:
+    rows = [[5, 3, 2, 7, 11, 1]] * len(FIELDS)
+    assert bound_at(((3, 8),), [(((1, 8),), chain(rows, 1, 8))]) is None
+
+
+def test_what_a_larger_size_took_less_time_for_is_not_taken_off() -> None:
+    rows = [[0, 1, 0, 0, 0, 0]] * len(FIELDS)
+
+    def timed(length: int, seconds: float) -> Chain:
+        stage = chain(rows, 1, length).stages[0]
+        return Chain((replace(stage, options=(replace(stage.keep, forward_seconds=seconds),)),))
+
+    measured = [(((1, 16),), timed(16, 2.0)), (((1, 24),), timed(24, 1.0))]
+    bound = bound_at(((1, 20),), measured)
+    assert bound is not None
+    assert bound.chain.stages[0].keep.forward_seconds == 2.0
+    assert bound.chain.stages[0].keep.saved_bytes == 20
