@@ -408,17 +408,17 @@ class StageIdentity:
 
 def _check_costs(costs: Option | StageCost) -> None:
     """Check that sizes are whole, non-negative bytes, and durations finite and not negative."""
-    for cost in fields(costs):
-        value = getattr(costs, cost.name)
-        if value is None and cost.default is None:
+    for field in fields(costs):
+        value = getattr(costs, field.name)
+        if value is None and field.default is None:
             continue
-        if cost.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
+        if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {cost.name} is {value!r}, "
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
                 "expected a whole number that is not negative"
             )
-        if cost.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
+        if field.name.endswith("_seconds") and not (math.isfinite(value) and value >= 0):
             raise ScheduleError(
-                f"{type(costs).__name__} {costs.name!r}: {cost.name} is {value!r}, "
+                f"{type(costs).__name__} {costs.name!r}: {field.name} is {value!r}, "
                 "expected a finite duration that is not negative"
             )

@@ -204,7 +204,7 @@ class Cuda(DeviceKind):
             torch.cuda.manual_seed(seed)
 
     def allocated_bytes(self, device: torch.device) -> int:
-        return torch.cuda.memory_allocated(device)
+        return self.levels(device).allocated_bytes
 
     def reserved_bytes(self, device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)

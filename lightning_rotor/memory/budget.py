@@ -1,4 +1,4 @@
-"""What a plan may use of the limit of a training process, and the error where nothing fits it.
+"""The part of a training process' limit that a plan may use, and the error where nothing fits it.
 
 The user's limit covers all that the process holds. A budget is the part of it that is left for one chain
 (:mod:`lightning_rotor.memory.resident_memory` says what takes the rest). So a chain that does not fit is refused in
@@ -96,9 +96,10 @@ class Budget:
         What was measured around a chain is one number for the whole of it, from the moment at which the plan of then
         was at its peak. Another plan peaks at another moment.
         """
+        if self.foresight is None:
+            return fastest
         chosen = fastest
-        for _ in range(_MOST_FORESEEN if self.foresight else 0):
-            assert self.foresight is not None
+        for _ in range(_MOST_FORESEEN):
             excess_bytes = self.foresight(chosen) - self.limit_bytes
             if excess_bytes <= 0:
                 break

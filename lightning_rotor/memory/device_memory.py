@@ -1,4 +1,4 @@
-"""How much memory a device has and has free, and what a user's limit means on it.
+"""Memory that a device has and has free, and the bytes that a user's limit means on it.
 
 A CPU's memory is the machine's, or that of the tightest control group that the process is in: in a container,
 ``/proc/meminfo`` still shows the whole machine, and the kernel ends a process that believes it.

@@ -1,4 +1,4 @@
-"""What a training process holds besides activations: parameters, buffers, gradients, optimizer state.
+"""Memory that a training process holds besides activations: parameters, buffers, gradients, optimizer state.
 
 Sizes are those of unique storages on ``device``, or on all devices for None: tied weights and views count once. On the
 CPU they are exact to the byte. On a GPU each storage is rounded up to the allocator's block, as

@@ -1,4 +1,4 @@
-"""What a training process holds on its device beside a chain, and so what is left of its limit.
+"""Memory that a training process holds on its device beside a chain, and so what is left of its limit.
 
 What it holds, and when::
 

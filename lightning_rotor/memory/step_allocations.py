@@ -1,4 +1,4 @@
-"""What operators allocate in a step of an optimizer on ``meta``, and nobody has freed yet.
+"""Bytes that operators allocate in a step of an optimizer on ``meta``, and nobody has freed yet.
 
 A step's variables hold there what the real ones would, so the life of each storage is the real one's.
 """

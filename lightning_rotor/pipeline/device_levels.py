@@ -1,4 +1,4 @@
-"""How much memory a device of a pipeline holds during each of its actions.
+"""Levels of memory on a device of a pipeline, during each of its actions.
 
 Memory is a product: how many of each thing there are (a matrix, from the order alone), times the bytes of each thing
 (a vector, from the loads). The things of a stage, in the matrix's columns: usual micro-batches in flight, the last

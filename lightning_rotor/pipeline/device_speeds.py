@@ -1,4 +1,4 @@
-"""How fast the devices of a pipeline are beside each other, from what each has measured of the same stages."""
+"""Speeds of a pipeline's devices beside each other, from what each has measured of the same stages."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

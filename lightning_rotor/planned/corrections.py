@@ -79,17 +79,15 @@ class Corrections:
         if own is not None and own.is_measured:
             return own.correction_bytes
         size_bytes = _size_of(chain)
-        # What a chain has taken over from others teaches nothing. It would be scaled up once more for each larger chain
-        # that follows a smaller one, without an end.
+        # What a chain takes over from others is not noted as its own. It would be scaled up once more for each larger
+        # chain that follows a smaller one, without an end.
         others = [search for search in self._searches.values() if search.is_measured]
         scaled = [int(each.correction_bytes * max(1, size_bytes / each.chain_bytes)) for each in others]
         return max(scaled, default=0)
 
     def search_for(self, chain: Chain) -> BudgetSearch:
-        """The search of a chain, which begins with the correction of the others and is now used last."""
-        correction_bytes = self.of(chain)
+        """The search of a chain, which is now used last."""
         search = self._searches.pop(chain.fingerprint, None) or BudgetSearch(_size_of(chain))
-        search.correction_bytes = correction_bytes
         self._searches[chain.fingerprint] = search
         if len(self._searches) > _MOST_CHAINS:
             del self._searches[next(iter(self._searches))]

@@ -200,8 +200,7 @@ class ModulePlans:
         """Take these numbers of returned tensors for unused. What was measured under others is measured anew."""
         if outputs != self._unused_outputs:
             self._unused_outputs = outputs
-            self.cache.keep_only(lambda signature: False)
-            self._measurements.keep_only(lambda signature: False)
+            self._forget_costs()
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """The signature of a call, and the chain's input. The module is cut if it must be."""
@@ -313,7 +312,9 @@ class ModulePlans:
                 plan = outcome
         rough_seconds = 0.0
         if not estimate.is_near:
-            rough_seconds = lost_by(plan, least_overhead_of(alike, signature.size, None, budget))
+            # Costs that equal a larger size's are that one's bounds, so they say nothing of this one.
+            smaller = [(size, prepared) for size, prepared in alike if size <= signature.size]
+            rough_seconds = lost_by(plan, least_overhead_of(smaller, signature.size, chain, budget))
         costs = Costs(profile, estimated=True, rough_seconds=rough_seconds)
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 
@@ -507,9 +508,12 @@ class ModulePlans:
 
     def forget(self) -> None:
         """Drop every plan and measurement; the next training call starts afresh."""
+        self._forget_costs()
+        self._cuts.forget()
+
+    def _forget_costs(self) -> None:
         self.cache.keep_only(lambda signature: False)
         self._measurements.keep_only(lambda signature: False)
-        self._cuts.forget()
 
 
 def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:

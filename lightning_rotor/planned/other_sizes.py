@@ -97,13 +97,12 @@ def _unlike(schedules: Iterable[Schedule]) -> list[Schedule]:
 def least_overhead_of(
     alike: Iterable[tuple[int, Prepared]],
     size: int,
-    chain: Chain | None,
+    chain: Chain,
     budget: Budget,
 ) -> float:
     """Overhead that a plan for a size has at least, by plans of others: the larger one needs no less recomputation.
 
-    Sizes with the same costs need the same. Without a ``chain``, costs are not looked at: those of a size that nobody
-    has measured may be the bounds that a larger one has set.
+    Sizes with the same costs need the same.
     """
     least_overhead = 0.0
     for other_size, prepared in alike:
@@ -111,7 +110,7 @@ def least_overhead_of(
         if not prepared.is_best_known:
             continue
         has_no_less = plan.budget_bytes >= budget.available_bytes
-        needs_the_same = has_no_less and chain is not None and _costs_the_same(plan.chain, chain)
+        needs_the_same = has_no_less and _costs_the_same(plan.chain, chain)
         if other_size <= size or needs_the_same:
             least_overhead = max(least_overhead, plan.overhead)
     return least_overhead

@@ -105,7 +105,6 @@ class StepPlanner(BudgetSource):
         # Peak of the step before, if that has taken more than the limit and was not the first: a smaller plan, or an
         # error, comes with the next one.
         self._unanswered_bytes = 0
-        self._is_first_batch = True
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
         try:
@@ -215,7 +214,6 @@ class StepPlanner(BudgetSource):
         if step is not None and self.plan is not None:
             self._learn_from(step, shows_modules=shows_modules)
         self._step = None
-        self._is_first_batch = False
         if self.state is not State.WATCHING or self.watch.due:
             return False
         self._become(Event.WATCHED)
@@ -252,7 +250,7 @@ class StepPlanner(BudgetSource):
         if self._interrupted_in_a_row >= _MOST_IN_A_ROW:
             self._judge_by_prediction()
         peak_bytes = self.watch.peak_bytes
-        if is_measured and not self._is_first_batch and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
+        if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
 
     def _judge_by_prediction(self) -> None:

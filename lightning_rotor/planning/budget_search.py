@@ -47,7 +47,7 @@ class BudgetSearch:
         chain_bytes: What the chain holds if nothing is recomputed; tells how far a correction applies to other chains.
         correction_bytes: What has turned out to be needed outside of the chain beyond the prediction; negative if less
             was needed.
-        is_measured: Steps of this chain have shown the correction; else it is taken over from other chains.
+        is_measured: Steps of this chain have shown the correction; else the other chains' says more.
     """
 
     def __init__(self, chain_bytes: int = 1, correction_bytes: int = 0, *, is_measured: bool = False) -> None:

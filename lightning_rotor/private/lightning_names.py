@@ -21,13 +21,13 @@ logging_step: Callable[[Any], int] = attrgetter("fit_loop.epoch_loop._batches_th
 logs_hyperparameters: Callable[[Any], bool] = attrgetter("_log_hyperparams")
 """True if a module's or data module's hyperparameters are for loggers (``save_hyperparameters(logger=...)``)."""
 last_value: Callable[[Any], Any] = attrgetter("_forward_cache")
-"""What a metric of torchmetrics returned for the latest batch. In public it would compute over all batches."""
+"""Result of a metric of torchmetrics for the latest batch. In public it would compute over all batches."""
 
 
 compiled_whole: Callable[[Any], Any | None] = attrgetter("_compiler_ctx")
 """What ``torch.compile`` of a whole LightningModule was told, which Lightning has taken apart again; else None."""
 CLASS_PATH = "_class_path"
-"""What LightningCLI puts among the hyperparameters for itself."""
+"""Names that LightningCLI puts among the hyperparameters for itself."""
 toggled_parameters: Callable[[Any], dict[torch.nn.Parameter, bool]] = attrgetter("_param_requires_grad_state")
 """What ``requires_grad`` was of the parameters that ``toggle_optimizer`` has switched."""
 

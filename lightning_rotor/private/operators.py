@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 pack_sequences: Callable[..., Any] = torch._VF._pack_padded_sequence
-"""What ``torch.nn.utils.rnn.pack_padded_sequence`` calls: its results have sizes that depend on values."""
+"""The operator of ``torch.nn.utils.rnn.pack_padded_sequence``: its results have sizes that depend on values."""
 pad_sequences: Callable[..., Any] = torch._VF._pad_packed_sequence
 """The operator behind ``torch.nn.utils.rnn.pad_packed_sequence``."""
 istft_in_parts: Callable[..., Any] = torch._refs.istft

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = ["identity_of", "is_traceable_wrapper_subclass", "sparse_parts", "stamps", "version_of"]
 
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place. torch's notes on autograd describe it; only ``_version`` tells it."""
+"""Number of changes of a tensor in place. torch's notes on autograd describe it; only ``_version`` tells it."""
 identity_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number for a storage while it lives. ``data_ptr()`` is 0 for those on meta or in fake tensors."""
 
