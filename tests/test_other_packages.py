@@ -188,14 +188,20 @@ class Scaled(Noisy):
         return self.net(windows).square().mean()
 
 
-def test_what_is_saved_in_front_of_the_first_call_is_there_in_the_backward_of_the_second_step(tmp_path: Path) -> None:
-    rows = [torch.randn(6 * 64, 256, generator=torch.Generator().manual_seed(1))]
+def at_four_fifths(model: Any, following: Any, rows: list[torch.Tensor], folder: Path) -> tuple[RotorCallback, Any]:
+    """The callback of a training at four fifths of the peak with room for everything, and what followed its peaks."""
     room = RotorCallback("1GiB", show_table=False)
-    train(Scaled, rows, tmp_path, callback=room, batch_size=64)
+    train(model, rows, folder, callback=room, batch_size=64)
     assert room.measured_peak_bytes is not None
     callback = RotorCallback(int(0.8 * room.measured_peak_bytes), show_table=False)
-    followed = Followed(callback)
-    train(Scaled, rows, tmp_path, callback=callback, batch_size=64, callbacks=[followed])
+    followed = following(callback)
+    train(model, rows, folder, callback=callback, batch_size=64, callbacks=[followed])
+    return callback, followed
+
+
+def test_what_is_saved_in_front_of_the_first_call_is_there_in_the_backward_of_the_second_step(tmp_path: Path) -> None:
+    rows = [torch.randn(6 * 64, 256, generator=torch.Generator().manual_seed(1))]
+    callback, followed = at_four_fifths(Scaled, Followed, rows, tmp_path)
     later = [peak for steps, peak in followed.peaks.items() if steps > 1]
     assert later[0] > 0.8 * callback.budget_bytes
     assert max(later) <= callback.budget_bytes
@@ -268,12 +274,7 @@ class Forgetting(Followed):
 
 def test_a_plan_that_is_made_anew_keeps_the_limit_from_its_first_step_on(tmp_path: Path) -> None:
     rows = [torch.randn(12 * 64, 256, generator=torch.Generator().manual_seed(1))]
-    room = RotorCallback("1GiB", show_table=False)
-    train(Tripled, rows, tmp_path, callback=room, batch_size=64)
-    assert room.measured_peak_bytes is not None
-    callback = RotorCallback(int(0.8 * room.measured_peak_bytes), show_table=False)
-    followed = Forgetting(callback)
-    train(Tripled, rows, tmp_path, callback=callback, batch_size=64, callbacks=[followed])
+    callback, followed = at_four_fifths(Tripled, Forgetting, rows, tmp_path)
     later = [peak for steps, peak in followed.peaks.items() if steps > 2]
     assert later[-1] > 0.8 * callback.budget_bytes
     assert max(later) <= callback.budget_bytes
