@@ -472,6 +472,16 @@ def alone() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+def test_masks_of_spread_tables_can_be_forgotten() -> None:
+    from torch.distributed.tensor import debug
+
+    from lightning_rotor.private.sharding import forget_masks
+
+    assert callable(debug._clear_sharding_prop_cache)
+    forget_masks()
+    assert debug._get_python_sharding_prop_cache_info().currsize == 0
+
+
 def test_fsdp_units(alone: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
