@@ -111,6 +111,17 @@ class JointPlans:
                 return None
         return plan
 
+    def takes_less(self, calls: Sequence[Call]) -> bool:
+        """True if the plan for calls is to take less than the plans that they have run under, or is not known.
+
+        A plan that keeps calls whole takes more: it answers no excess.
+        """
+        plan = self._plans.get(_path(calls))
+        if plan is None:
+            return True
+        as_run = concatenated([call.plan.schedule for call in calls])
+        return plan.peak_bytes < simulate(plan.chain, as_run, **plan.conditions).peak_bytes
+
     # ---------------------------------------------------------------- a step that is over
 
     def follow(self, step: Step, phases: Sequence[StepPhase], *, exceeds: bool) -> None:

@@ -1,10 +1,9 @@
 """One limit for a training step: the budgets that follow from it, and the errors where no plan keeps it.
 
-A limit is broken in one of five ways, each found as early as it can be known::
+A limit is broken in one of four ways, each found as early as it can be known::
 
     before the forward     no plan for a call fits beside what the process holds        refuse()
     behind a step          it has taken more, and no plan takes less                    exceeded()
-    without a watch        no step could be measured, and they are predicted above it   exceeded_by_prediction()
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
 
@@ -364,19 +363,6 @@ class StepLimit:
             error=self._last_budget.error,
         )
         self._go_beyond(self._or_final(error))
-
-    def exceeded_by_prediction(self, predicted_bytes: int, stage: str) -> None:
-        """Steps that cannot be measured are to take more: go beyond the limit, or end training."""
-        error = limit_error(
-            self.size_bytes,
-            int(predicted_bytes * _SEVERAL),
-            needs=f"a step is predicted to take {format_bytes(predicted_bytes)} under the plan that takes least, and "
-            f"none was measured to its end, as each has brought sizes that had to be measured (set by {stage!r})",
-            stage=stage,
-            remedy="raise mem_limit, lower the batch size, or pad to a few sizes",
-            error=self._last_budget.error,
-        )
-        self._go_beyond(error)
 
     def exceeded_without_a_plan(self, peak_bytes: int) -> None:
         """A measured step in which nothing is planned has taken more: go beyond the limit, or end training."""

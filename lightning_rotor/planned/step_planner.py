@@ -57,7 +57,7 @@ from lightning_rotor.profiling.workspaces import take_workspaces
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 # Where sizes change at every step, there is always another plan, and it may never be one that fits, or is watched.
-_MOST_IN_A_ROW = 4
+_MOST_EXCESSES = 4
 
 
 class StepPlanner(BudgetSource):
@@ -102,9 +102,8 @@ class StepPlanner(BudgetSource):
         # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
         self._awaits_optimizer = False
-        # Measured steps beyond the limit, of calls that share it; and steps that new sizes kept from being measured.
-        self._excesses_in_a_row = 0
-        self._interrupted_in_a_row = 0
+        # Measured steps beyond the limit, of calls that share it, since one of a joint plan was inside it.
+        self._excesses = 0
         # Peak of the step before, if that has taken more than the limit and was not the first: a smaller plan, or an
         # error, comes with the next one.
         self._unanswered_bytes = 0
@@ -226,7 +225,6 @@ class StepPlanner(BudgetSource):
         """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
         step.is_over = True
         was_exact = self.watch.is_exact
-        was_interrupted = self.watch.was_interrupted
         is_measured = self.watch.stop()
         if is_measured and was_exact and not self.watch.is_exact:
             # The next step is, if anything can be. Twice in a row, the upper bound has to do.
@@ -249,27 +247,9 @@ class StepPlanner(BudgetSource):
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         self.limit.check_final(step, phases)
-        self._interrupted_in_a_row = self._interrupted_in_a_row + 1 if was_interrupted else 0
-        if self._interrupted_in_a_row >= _MOST_IN_A_ROW:
-            self._judge_by_prediction()
         peak_bytes = self.watch.peak_bytes
         if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
-
-    def _judge_by_prediction(self) -> None:
-        """Judge by predicted peaks where sizes that must be measured come in every step, so that none is watched."""
-        assert self.plan is not None
-        predicted_bytes = self.limit.reserved_bytes + self.plan.peak_bytes
-        if predicted_bytes > self.limit.size_bytes:
-            stage = self.plan.chain.names[self.plan.simulation.peak_stage]
-            self.limit.exceeded_by_prediction(predicted_bytes, stage)
-            return
-        self.loop.warn_once(
-            "RotorCallback has compared no step with mem_limit yet, since each has brought sizes that had to be "
-            f"measured: expected sizes to return. Predicted peaks are within the limit, the last one is "
-            f"{format_bytes(predicted_bytes)}. Pad to a few sizes to have steps measured",
-            topic="sizes",
-        )
 
     def _close_choice(self, step: Step) -> None:
         """The first step has shown which modules it calls."""
@@ -323,7 +303,11 @@ class StepPlanner(BudgetSource):
         highest = highest_of(phase for phase in phases if not phase.is_final)
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None and not step.is_first:
-            self._excesses_in_a_row = self._excesses_in_a_row + 1 if exceeds else 0
+            if exceeds:
+                self._excesses += 1
+            elif all_run_their_plans:
+                # Where new sizes come in every step, no plan that an excess has led to ever runs.
+                self._excesses = 0
             self._learn_draw(step, highest.peak_bytes)
         self._joint_plans.follow(step, phases, exceeds=exceeds)
         self.plan = self._joint_plans.largest(step) or self.plan
@@ -331,8 +315,9 @@ class StepPlanner(BudgetSource):
             # A first step takes what no later one does: it makes the optimizers' state, and compiles.
             return
         self._note_excess(highest)
-        has_another_plan = any(call.has_another_plan for call in step.numbers)
-        if not has_another_plan or self._excesses_in_a_row >= _MOST_IN_A_ROW:
+        has_less_to_come = any(call.has_another_plan for call in step.numbers)
+        has_less_to_come &= any(map(self._joint_plans.takes_less, step.paths))
+        if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
             self._exceeded(step)
 
     def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
@@ -464,12 +449,14 @@ class StepPlanner(BudgetSource):
             case PlanMade(plan, signature):
                 self._plan_made(plan, signature)
             case MeasuringBegins():
-                self.watch.drop()  # for torch has one profiler
+                self.watch.pause()  # for torch has one profiler
             case ModuleCut(name, cut):
                 self.modules.object_to(name, cut)
             case NoChain(name, error):
+                self.watch.resume()  # the module runs plainly next
                 self.modules.refuse(name, error)
             case ProfilerBusy(error):
+                self.watch.resume()
                 self._become(Event.PUT_OFF)
                 self.loop.warn_once(
                     "RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler "
