@@ -36,7 +36,7 @@ import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning import Solver
-from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning.compilation import compiled_kernels
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernels import Requirements
 from lightning_rotor.planning.requirements import requirements_of
@@ -222,7 +222,7 @@ def _machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "numba": importlib.metadata.version("numba") if compiled_solve() else None,
+        "numba": importlib.metadata.version("numba") if compiled_kernels() else None,
     }
 
 
