@@ -38,12 +38,14 @@ _SOURCE = Path(kernels.__file__)
 _COMPILING_SECONDS = 15.0
 _MOST_SECONDS = 120.0
 _POLL_SECONDS = 0.05
+# Least urgent of all: it disturbs no measurement, and gets a core as soon as there is an idle one.
+_NICENESS = 19
 
 # Runs without this package, whose import takes seconds, and looks for modules where this process does and nowhere else.
 # The first process ends once it has the lock; a child of it keeps the lock and compiles, so nobody has to wait for it.
 _SCRIPT = """
 import json, sys
-names, source, lock, marker, sys.path[:] = json.loads(sys.argv[1])
+names, source, lock, marker, niceness, sys.path[:] = json.loads(sys.argv[1])
 import fcntl, os
 from importlib import util
 held = open(lock, "a")
@@ -55,7 +57,7 @@ os.utime(lock)
 if os.fork():
     os._exit(0)
 os.setsid()
-os.nice(19)
+os.nice(niceness)
 if not os.path.exists(marker):
     for name in names:
         specification = util.spec_from_file_location(name, source)
@@ -126,7 +128,7 @@ def _let_compile(module: ModuleType) -> None:
     """Start a process that compiles if no other does, once; it outlives this one."""
     if not sys.executable or getattr(sys, "frozen", False):
         return  # the program that runs is no Python that could be started again
-    paths = [[kernels.__name__, _NAME], str(_SOURCE), str(_lock(module)), str(_marker(module)), sys.path]
+    paths = [[kernels.__name__, _NAME], str(_SOURCE), str(_lock(module)), str(_marker(module)), _NICENESS, sys.path]
     try:
         _lock(module).parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-I", "-S", "-c", _SCRIPT, json.dumps(paths)]

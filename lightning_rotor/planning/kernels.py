@@ -470,7 +470,8 @@ def compile_all(compiled: Any) -> None:
     arrays: list[Any] = []
     for name, dimensions in zip(Requirements._fields, _REQUIREMENTS, strict=False):
         arrays.append(np.zeros((1,) * dimensions, np.float64 if name in _FLOATING else np.int64))
+    arrays.append(0.0)  # segment_seconds
     one, two, seconds = np.zeros(1, np.int64), np.zeros((1, 3), np.int64), np.zeros(1)
-    requirements, rows = Requirements(*arrays, 0.0), Rows(0, one, one, two, seconds, one)
+    requirements, rows = Requirements(*arrays), Rows(0, one, one, two, seconds, one)
     compiled.solve.compile(tuple(map(numba.typeof, (requirements, rows, (0, 1), (0, 1), seconds))))
     compiled.traced.compile(tuple(map(numba.typeof, (requirements, rows, 0))))
