@@ -21,6 +21,7 @@ The way of a step, which answers it:
   for the first call of one that no dry run has met.
 - ``limit``: the budget of a chain, and the errors where no plan keeps the limit.
 - ``step_watch``: peaks of measured steps; ``corrections``: what they teach, such as the bytes of the loss.
+  ``kept_sizes``: the sizes that need not be measured any more.
 - ``joint_plans``: one plan for calls that are alive together.
 
 Around both: ``loop`` is the training loop as plans see it, ``agreement`` that of processes that exchange messages,

@@ -42,9 +42,10 @@ class ModuleCut:
 
 @dataclass(frozen=True, slots=True)
 class PlanMade:
-    """A plan was made, and will run."""
+    """A plan was made, and calls of this signature will run under it."""
 
     plan: Plan
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,10 +241,13 @@ class StepLimit:
         """
         exceeds = measured_bytes > self.size_bytes
         is_better = True
-        plans = [path[0].plan for path in step.paths]
-        for plan in {id(plan): plan for plan in plans}.values():
+        calls = [path[0] for path in step.paths]
+        for call in {id(call.plan): call for call in calls}.values():
+            plan = call.plan
             self.corrections.search_for(plan.chain)
-            can_grow = may_grow and bool(plan.recomputed)
+            # A plan for bounds on costs does not grow: that takes longer than a new length is worth, and where bounds
+            # are too high, the next measurement of a length near by says so.
+            can_grow = may_grow and bool(plan.recomputed) and not call.prepared.costs.estimated
             if not exceeds and not can_grow and self.corrections.teaches_nothing(plan, measured_bytes):
                 # Counting what the process holds would take a third of a small model's step on a GPU, and where sizes
                 # are draws all steps are measured.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -48,16 +48,22 @@ class Costs:
     Attributes:
         profile: As measured, or as follows from measurements of other sizes.
         turn: That a plan will be for.
-        estimated: The costs follow from those of other sizes.
+        origin: Where they come from: they were measured, are bounds that follow from measurements of other sizes, or
+            are those of a larger size as they are.
         rough_seconds: At most lost in each step because such costs may be much too high.
         timed: Schedules that it has run under.
     """
 
     profile: Profile
     turn: Turn = ()
-    estimated: bool = False
+    origin: Literal["measured", "bounds", "larger size"] = "measured"
     rough_seconds: float = 0.0
     timed: tuple[TimedSchedule, ...] = ()
+
+    @property
+    def estimated(self) -> bool:
+        """True if they follow from those of other sizes."""
+        return self.origin != "measured"
 
     def under(
         self, signature: Signature, plan: Plan, *, lost_seconds: float = 0.0, is_chosen: bool = False

@@ -151,6 +151,11 @@ class Step:
         return [] if self._start is None else self._start.batch
 
     @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch; 0 if nobody has looked at the start."""
+        return sum(tensor.nbytes for tensor in self.batch)
+
+    @property
     def is_first(self) -> bool:
         """True if no optimizer has stepped before, as far as somebody has looked."""
         return self._start is not None and self._start.is_first

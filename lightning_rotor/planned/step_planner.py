@@ -35,6 +35,7 @@ from lightning_rotor.planned.budget_source import (
     ProfilerBusy,
 )
 from lightning_rotor.planned.joint_plans import JointPlans
+from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.module_plans import PlanSettings
@@ -42,6 +43,7 @@ from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.prepared import Turn
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
+from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, State, following
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
@@ -94,6 +96,7 @@ class StepPlanner(BudgetSource):
         self._step: Step | None = None
         self._steps_begun = 0
         self._draws = Draws()
+        self._kept_sizes = KeptSizes()
         self._joint_plans = JointPlans(self, self._joint_budget, slots=settings.slots)
         # The highest peak beyond the limit of a step under the plans that take least, and whether the gradients of
         # such a step are to add up until an optimizer steps.
@@ -340,6 +343,7 @@ class StepPlanner(BudgetSource):
         if not step.is_first:
             # A first one finds nothing of those before it, so it differs anyway.
             self._learn_draw(step, highest.peak_bytes)
+            self._note_sizes(step, highest.peak_bytes)
         # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
 
@@ -352,6 +356,14 @@ class StepPlanner(BudgetSource):
         if not is_enough and not step.is_first:
             self._note_excess(highest)
             self._exceeded(step)
+
+    def _note_sizes(self, step: Step, peak_bytes: int) -> None:
+        """Remember for which sizes the limit was kept, as smaller ones keep it too."""
+        for call in step.numbers:
+            if peak_bytes > self.limit.size_bytes:
+                self._kept_sizes.forget(call.key.signature, call.prepared.schedule)
+            else:
+                self._kept_sizes.note(call.key.signature, call.prepared.schedule, step.batch_bytes)
 
     def _learn_draw(self, step: Step, peak_bytes: int) -> None:
         """Compare a step that is not the first with others under the same plans."""
@@ -449,8 +461,8 @@ class StepPlanner(BudgetSource):
                 self._call_begins(value)
             case CallRan():
                 self._call_ran(event)
-            case PlanMade(plan):
-                self._plan_made(plan)
+            case PlanMade(plan, signature):
+                self._plan_made(plan, signature)
             case MeasuringBegins():
                 self.watch.drop()  # for torch has one profiler
             case ModuleCut(name, cut):
@@ -502,16 +514,18 @@ class StepPlanner(BudgetSource):
             # create_graph=True: the graph of this backward keeps what a recomputation makes.
             self._joint_plans.keep_whole(call.key)
 
-    def _plan_made(self, plan: Plan) -> None:
-        """Watch the steps that follow, from inside the first forward on."""
+    def _plan_made(self, plan: Plan, signature: Signature) -> None:
+        """Watch the steps that follow, from inside the first forward on, unless a larger one has kept the limit."""
         self.plan = plan
         self._become(Event.PLANNED)
+        step = self._step
+        if step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes):
+            return
         self.watch.renew()
         if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return
         self._tell()
-        step = self._step
         if step is not None and not step.is_over and not self.watch.running:
             self.watch.start(self.loop, step.batch)
 
