@@ -114,6 +114,27 @@ class _Measured:
         return _Measured([each.scaled(factor) for each in self.outside], kept_bytes)
 
 
+class _Order:
+    """The modules that steps have called together, and those that steps with others have left out."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._left_out: set[tuple[str, str]] = set()
+        self._behind: set[tuple[str, str]] = set()
+
+    def note(self, names: Sequence[str]) -> None:
+        """Calls of these modules have waited together."""
+        self._known.update(names)
+        absent = self._known.difference(names)
+        for place, name in enumerate(names):
+            self._left_out.update((other, name) for other in absent)
+            self._behind.update((other, name) for other in names[place + 1 :])
+
+    def is_left_out(self, name: str, other: str) -> bool:
+        """True if a step that has called another module may be expected not to call this one behind it."""
+        return (name, other) in self._left_out and (name, other) not in self._behind
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A plan for a path, with the seconds that each step loses at most as its schedule is another path's."""
@@ -149,6 +170,7 @@ class JointPlans:
         self._searching = Account()
         # Paths that were planned before any step has shown what lies around their calls.
         self._unmeasured: set[Path] = set()
+        self._order = _Order()
         self.newest: StepPlan | None = None
         self._seen_in_part: set[Path] = set()
 
@@ -213,12 +235,40 @@ class JointPlans:
             if not is_in_use or prepared.room_bytes is None or held_bytes > prepared.room_bytes:
                 shared = None
         if shared is None:
-            shared = _nearest(plans, signature, turn, held_bytes)
+            shared = self._nearest(plans, signature, turn, held_bytes)
         if shared is not None:
             self._shared[place] = shared
             if len(self._shared) > _MOST_SHARED:
                 del self._shared[next(iter(self._shared))]
         return shared
+
+    def _nearest(self, plans: ModulePlans, signature: Signature, turn: Turn, held_bytes: int) -> _Shared | None:
+        """The plan for the nearest sizes that are no smaller, with room for so much; by choice, of the same turn."""
+        wanted = signature.family
+        number = turn.count(plans.name)
+        least_overhead = 0.0
+        best: tuple[tuple[bool, int], Prepared] | None = None
+        for known, prepared in plans.cache.planned():
+            if prepared.room_bytes is None or prepared.is_chosen or known.family != wanted:
+                continue
+            is_same_turn = prepared.turn == turn
+            if is_same_turn and holds_for(signature.shapes, known.shapes) and not prepared.lost_seconds:
+                least_overhead = max(least_overhead, prepared.plan.overhead)
+            # A call that is the second of its module finds other gradients than the first.
+            if held_bytes > prepared.room_bytes or prepared.turn.count(plans.name) != number:
+                continue
+            if not is_same_turn and self._may_still_come(plans.name, turn, prepared.turn):
+                continue
+            rank = not is_same_turn, known.size
+            if holds_for(known.shapes, signature.shapes) and (best is None or rank < best[0]):
+                best = rank, prepared
+        if best is None:
+            return None
+        (is_other_turn, size), prepared = best
+        lost_seconds = 0.0
+        if not is_other_turn and prepared.plan.recomputed:
+            lost_seconds = lost_by(prepared.plan, least_overhead) * signature.size / max(size, 1)
+        return _Shared(prepared, lost_seconds)
 
     def _planned_now(
         self,
@@ -262,7 +312,9 @@ class JointPlans:
         sizes_before = like[place].signature if place >= 0 and like[place].plans is key.plans else key.signature
         turn = (*key.turn, key.name)
         later = []
-        for other in like[place + 1 :]:
+        names_before = [other.name for other in like[: max(place, 0)]]
+        missing = [like[number] for number in self._may_still_come(key.name, key.turn, names_before)]
+        for other in (*like[place + 1 :], *missing):
             signature = other.plans.classes.of(moved(other.signature, sizes_before, key.signature))
             costs = other.plans.class_costs(signature, turn)
             if costs is None:
@@ -273,6 +325,17 @@ class JointPlans:
             later.append(follower)
             turn = (*turn, other.name)
         return later
+
+    def _may_still_come(self, name: str, turn: Turn, before: Sequence[str]) -> list[int]:
+        """Places of calls that come before one in other steps, did not in this one, and may come behind it instead."""
+        here = list(turn)
+        missing = []
+        for place, other in enumerate(before):
+            if other in here:
+                here.remove(other)
+            elif not self._order.is_left_out(other, name):
+                missing.append(place)
+        return missing
 
     def _most_like(self, key: CallKey) -> tuple[Path | None, int]:
         """The path that is most like a step from a call on, and the place of the call in it.
@@ -307,6 +370,7 @@ class JointPlans:
             path = _path(calls)
             if any(key.entry() is None for key in path):
                 continue  # dropped, as there are more shapes than plans are kept
+            self._order.note([key.name for key in path])
             is_new = not has_room(calls)
             is_first_measurement = self._learn(path, calls, step, phases, exceeds=exceeds)
             recomputes = any(call.plan.recomputed for call in calls)
@@ -642,7 +706,10 @@ class JointPlans:
         for key, each in zip(other, measured.outside, strict=True):
             by_name[key.name] = each.at_least(by_name.get(key.name, each))
             most = most.at_least(each)
-        return _Measured([by_name.get(key.name, most) for key in path], measured.kept_bytes).for_size(kept_bytes)
+        outside = [by_name.get(key.name, most) for key in path]
+        # Behind the last call comes the loss, whichever call that is.
+        outside[-1] = outside[-1].at_least(measured.outside[-1])
+        return _Measured(outside, measured.kept_bytes).for_size(kept_bytes)
 
     def _whole_plans(
         self,
@@ -730,33 +797,6 @@ def has_room(calls: Sequence[Call]) -> bool:
             return False
         held_bytes += call.prepared.held_bytes
     return True
-
-
-def _nearest(plans: ModulePlans, signature: Signature, turn: Turn, held_bytes: int) -> _Shared | None:
-    """The plan for the nearest sizes that are no smaller, with room for so much; by choice, of the same turn."""
-    wanted = signature.family
-    number = turn.count(plans.name)
-    least_overhead = 0.0
-    best: tuple[tuple[bool, int], Prepared] | None = None
-    for known, prepared in plans.cache.planned():
-        if prepared.room_bytes is None or prepared.is_chosen or known.family != wanted:
-            continue
-        is_same_turn = prepared.turn == turn
-        if is_same_turn and holds_for(signature.shapes, known.shapes) and not prepared.lost_seconds:
-            least_overhead = max(least_overhead, prepared.plan.overhead)
-        # A call that is the second of its module finds other gradients than the first.
-        if held_bytes > prepared.room_bytes or prepared.turn.count(plans.name) != number:
-            continue
-        rank = not is_same_turn, known.size
-        if holds_for(known.shapes, signature.shapes) and (best is None or rank < best[0]):
-            best = rank, prepared
-    if best is None:
-        return None
-    (is_other_turn, size), prepared = best
-    lost_seconds = 0.0
-    if not is_other_turn and prepared.plan.recomputed:
-        lost_seconds = lost_by(prepared.plan, least_overhead) * signature.size / max(size, 1)
-    return _Shared(prepared, lost_seconds)
 
 
 def _are_alike(path: Path, other: Path) -> bool:
