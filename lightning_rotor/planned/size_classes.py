@@ -88,9 +88,10 @@ def moved(signature: Signature, before: Signature, now: Signature) -> Signature:
     Sizes that both calls have in common change alike: the nodes and edges of one graph, the batch.
     """
     changed = {}
-    for old, new in zip(_flat(before.shapes), _flat(now.shapes), strict=True):
-        if old != new:
-            changed[old] = new
+    if list(map(len, before.shapes)) == list(map(len, now.shapes)):
+        for old, new in zip(_flat(before.shapes), _flat(now.shapes), strict=True):
+            if old != new:
+                changed[old] = new
     return with_sizes(signature, [changed.get(size, size) for size in _flat(signature.shapes)])
 
 
