@@ -11,6 +11,7 @@ The way of a call, in the order in which it happens:
 - ``known_cuts``: the stages of the module for such a call.
 - ``measurements``: costs of the sizes that were measured, and bounds for others. ``other_sizes`` takes a plan over from
   another size; ``records`` are costs and plans in a checkpoint.
+  ``size_classes`` rounds sizes in steps of several calls.
 - ``budget_source``: the question that all of these ask, what a plan may use, and the events that they tell of.
 
 The way of a step, which answers it:

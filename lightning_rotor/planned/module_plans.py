@@ -34,9 +34,10 @@ from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.planned.measurements import Measurements, for_call
 from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
-from lightning_rotor.planned.prepared import Costs, Prepared, corrected, costs_of, may_be_planned_again
+from lightning_rotor.planned.prepared import Costs, Prepared, Turn, corrected, costs_of, may_be_planned_again
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -82,7 +83,7 @@ def _require_positive(name: str, number: int, default: int) -> None:
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
     """Seconds that steps have lost for want of something better, and the price of that in seconds."""
 
     price_seconds: float = 0.0
@@ -139,12 +140,13 @@ class ModulePlans:
             ranks=source.ranks,
         )
         self._measurements = Measurements()
+        self.classes = SizeClasses()
         self._compiled = CompiledModules(settings.compiled_variants)
         # Of an earlier training, by the fingerprint of the call.
         self._records: dict[str, Record] = {}
-        self._estimating = _Account()
-        self._searching = _Account()
-        self._measuring = _Account()
+        self._estimating = Account()
+        self._searching = Account()
+        self._measuring = Account()
 
     @property
     def plan(self) -> Plan | None:
@@ -225,6 +227,20 @@ class ModulePlans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The plan of a call, made now if there is none."""
+        prepared = None
+        spent_seconds = self.measuring_seconds
+        if not self.together:
+            prepared = self._source.plan_beside(self.name, signature, value)
+        if prepared is None:
+            prepared = self._prepared_alone(signature, value)
+        if self.measuring_seconds > spent_seconds:
+            _tell(signature, prepared, self.measuring_seconds - spent_seconds)
+        facts = None if self.together else self._cuts.facts_besides(signature.cut)
+        self.cache.note_last(signature, prepared, facts, self._source.waiting)
+        return prepared
+
+    def _prepared_alone(self, signature: Signature, value: Any) -> Prepared:
+        """The plan of a call for the budget that is left for it alone."""
         turn = self._source.turn
         spent_seconds = self.measuring_seconds
         cached = self.cache.use(signature, turn)
@@ -239,10 +255,8 @@ class ModulePlans:
         if costs_of(entry).turn != turn:
             entry = replace(costs_of(entry), turn=turn)
         prepared = entry if isinstance(entry, Prepared) else self.plan_again(signature, entry)
-        if cached is None or self.measuring_seconds > spent_seconds:
-            _tell(signature, prepared, self.measuring_seconds - spent_seconds)
-        facts = None if self.together else self._cuts.facts_besides(signature.cut)
-        self.cache.note_last(signature, prepared, facts)
+        if cached is None and self.measuring_seconds == spent_seconds:
+            _tell(signature, prepared, 0.0)
         return prepared
 
     def _new_entry(self, signature: Signature, value: Any) -> Costs | Prepared:
@@ -274,6 +288,27 @@ class ModulePlans:
         """True if most sizes whose costs are rough are larger: they are bounded by what this one takes, as well."""
         sizes = sorted(other.size for other, entry in self.cache if costs_of(entry).rough_seconds)
         return not sizes or signature.size <= sizes[len(sizes) // 2]
+
+    def costs_beside(self, signature: Signature, value: Any, turn: Turn) -> tuple[Signature, Costs]:
+        """Costs of a call in a step of several, and the signature that they are for: its own, or its class's."""
+        entry = self.cache.use(signature, turn)
+        if entry is None:
+            in_class = self.classes.of(signature)
+            costs = self.class_costs(in_class, turn)
+            if costs is not None:
+                return in_class, costs
+            entry = self._recalled(signature) or self.measure(signature, value)
+        return signature, replace(costs_of(entry), turn=turn)
+
+    def class_costs(self, signature: Signature, turn: Turn) -> Costs | None:
+        """Costs of a class of sizes: known already, or bounds from measured sizes; None if those do not do."""
+        entry = self.cache.use(signature, turn)
+        if entry is not None:
+            return costs_of(entry)
+        estimate = self._measurements.estimate(signature)
+        if estimate is None:
+            return None
+        return Costs(estimate.profile, turn, origin="bounds")
 
     def _recalled(self, signature: Signature) -> Costs | Prepared | None:
         """The entry that a checkpoint has for a call; None if it has none."""

@@ -46,11 +46,19 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call in the running step."""
+    """A call in the running step.
+
+    Attributes:
+        key: That its plan is for. Its own sizes may be smaller.
+        prepared: With the plan that it has run under.
+        pending: Its backward.
+        signature: Its own.
+    """
 
     key: CallKey
     prepared: Prepared
     pending: ReferenceType[Pending]
+    signature: Signature | None = None
 
     @property
     def waits(self) -> bool:

@@ -34,13 +34,13 @@ from lightning_rotor.planned.budget_source import (
     PlanMade,
     ProfilerBusy,
 )
-from lightning_rotor.planned.joint_plans import JointPlans
+from lightning_rotor.planned.joint_plans import JointPlans, has_room
 from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
-from lightning_rotor.planned.prepared import Turn
+from lightning_rotor.planned.prepared import Prepared, Turn
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
@@ -297,7 +297,7 @@ class StepPlanner(BudgetSource):
 
     def _follow(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
-        all_run_their_plans = all(map(self._joint_plans.running, step.paths))
+        all_run_their_plans = all(map(has_room, step.paths))
         if all_run_their_plans and not self.ranks.any(bool(phases)):
             return
         highest = highest_of(phase for phase in phases if not phase.is_final)
@@ -353,7 +353,8 @@ class StepPlanner(BudgetSource):
     def _learn_draw(self, step: Step, peak_bytes: int) -> None:
         """Compare a step that is not the first with others under the same plans."""
         plans = [call.plan for call in step.numbers]
-        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, processes=self.loop.processes)
+        sizes = tuple(call.signature.shapes for call in step.numbers if call.signature is not None)
+        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, sizes=sizes, processes=self.loop.processes)
 
     def _note_excess(self, highest: StepPhase | None) -> None:
         """Remember the highest peak of steps that no plan has kept inside the limit."""
@@ -410,6 +411,24 @@ class StepPlanner(BudgetSource):
     def turn(self) -> Turn:
         """Names of the modules whose calls wait for their backward."""
         return () if self._step is None else tuple(call.key.name for call in self._step.waiting)
+
+    @property
+    def waiting(self) -> tuple[Prepared, ...]:
+        """Calls of the running step that wait for their backward, in the order of their forwards."""
+        return () if self._step is None else tuple(call.prepared for call in self._step.waiting)
+
+    def plan_beside(self, name: str, signature: Signature, value: Any) -> Prepared | None:
+        """The plan of a call in a step of several, as a part of theirs; None if the module is to plan it by itself."""
+        step = self._step
+        module = self.modules.named(name)
+        # Several processes plan behind a step, together.
+        if step is None or module is None or not self._mode.is_joint or self.loop.processes > 1:
+            return None
+        before = self._joint_plans.newest
+        prepared = self._joint_plans.beside(module.plans, signature, value, step.waiting)
+        if self._joint_plans.newest is not before:
+            self.plan = self._joint_plans.newest
+        return prepared
 
     def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that a plan for one call may use now: 0 until the step is over, if others share the step."""
@@ -484,8 +503,8 @@ class StepPlanner(BudgetSource):
         module = self.modules.named(event.name)
         if module is None:  # it is planned no more
             return
-        key = CallKey(module.plans, event.signature, event.prepared.turn)
-        call = Call(key, event.prepared, event.pending)
+        key = CallKey(module.plans, event.prepared.signature, event.prepared.turn)
+        call = Call(key, event.prepared, event.pending, event.signature)
         step.add(call)
         pending = event.pending()
         is_of_interest = self.state is not State.STEADY or self.watch.running
