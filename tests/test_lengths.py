@@ -18,9 +18,11 @@ from torch.overrides import TorchFunctionMode
 from lightning_rotor import Checkpointable, ModelError
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
+from lightning_rotor.capture.size_guards import _by_rule
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.schedule import Schedule
+from tests.training import assert_same_bits
 
 SCALE = torch.ones(16)
 SIX, EIGHT, NINE = (torch.randn(4, length, 16) for length in (6, 8, 9))
@@ -194,7 +196,7 @@ def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest
 def test_equal_layers_are_asked_once() -> None:
     def asks(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
-            x = torch.tanh(x * 2)
+            x = torch.sin(x * 2)  # there is no rule for its sizes
             if x.shape[1] > 100:
                 raise ValueError("too long")
         return x
@@ -210,7 +212,7 @@ def test_equal_layers_are_asked_once() -> None:
 
     with Runs():
         assert cut.bind((NINE[:, :7].contiguous(),), {}) is not None
-    assert runs.count("tanh") == 1
+    assert runs.count("sin") == 1
     assert cut.bind((torch.randn(4, 101, 16),), {}) is None
 
 
@@ -386,3 +388,70 @@ def test_a_tensor_attribute_replaced_before_the_backward_is_the_one_that_the_for
         loss.backward()
         found.append([parameter.grad for parameter in net.parameters()])
     assert all(map(torch.equal, *found))
+
+
+RULES: list[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = [
+    (F.linear, (torch.randn(3, 8), torch.randn(3))),
+    (F.linear, (torch.randn(3, 8),)),
+    (F.dropout, (0.1, True, False)),
+    (F.gelu, ()),
+    (F.layer_norm, ((8,), torch.randn(8), torch.randn(8))),
+    (F.relu, ()),
+    (F.silu, ()),
+    (torch.dropout, (0.1, True)),
+    (torch.tanh, ()),
+    (torch.sigmoid, ()),
+]
+
+
+@pytest.mark.parametrize(("operation", "rest"), RULES)
+def test_rules_of_sizes_say_what_operations_do(operation: Callable[..., torch.Tensor], rest: tuple[Any, ...]) -> None:
+    found = 0
+    for tensor in (torch.randn(2, 5, 8), torch.randn(4, 8), torch.randn(2, 8, 5).transpose(1, 2), torch.randn(1, 1, 8)):
+        stand_in = _by_rule(operation, (tensor.to("meta"), *rest), {})
+        if stand_in is not None:
+            result = operation(tensor, *rest)
+            assert (stand_in.shape, stand_in.stride(), stand_in.dtype) == (result.shape, result.stride(), result.dtype)
+            found += 1
+    assert found == 3  # of contiguous ones
+
+
+def test_there_is_no_rule_for_types_that_mix_nor_for_sizes_that_do_not_go_together() -> None:
+    tensor = torch.randn(2, 5, 8, device="meta")
+    assert _by_rule(F.linear, (tensor, torch.randn(3, 8).double()), {}) is None
+    assert _by_rule(F.linear, (tensor, torch.randn(3, 7)), {}) is None
+    assert _by_rule(torch.add, (tensor, tensor), {}) is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _by_rule(F.relu, (tensor,), {}) is None
+
+
+def test_a_smaller_call_than_one_with_much_room_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_rotor.capture.size_guards import SizeGuards
+
+    torch.manual_seed(0)
+    asked: list[Any] = []
+    hold = SizeGuards.hold
+    monkeypatch.setattr(SizeGuards, "hold", lambda guards, *call: asked.append(call) or hold(guards, *call))
+    body = Net(lambda x: x * x.shape[1] if x.shape[1] % 2 else x + 1)
+    net = Checkpointable(body, mem_limit="1GiB", show_progress=False)
+
+    def train(length: int) -> int:
+        before = len(asked)
+        found = []
+        x = torch.randn(4, length, 16)
+        for module in (net, body):
+            body.zero_grad()
+            torch.manual_seed(1)
+            module(x).square().mean().backward()
+            found.append({name: parameter.grad for name, parameter in body.named_parameters()})
+        assert_same_bits(*found)
+        assert net.plan is not None
+        return len(asked) - before
+
+    train(40)
+    train(38)
+    assert train(36) == 0  # smaller than 40
+    assert train(35) == 0  # although it does something else
+    assert train(41) > 0
+    net.compute_sequence(net.plan.peak_bytes)  # type: ignore[union-attr]
+    assert train(34) > 0  # without much room, it is asked

@@ -52,6 +52,16 @@ class CallGuards:
             return self.take(call)
         return None
 
+    @property
+    def asks_values(self) -> bool:
+        """True if values of tensors decide over what the code does."""
+        return self._sizes.asks_values
+
+    def bind_unasked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The chain's input for a call that differs at most in sizes and values; None if it differs in more."""
+        call = self.call(args, kwargs)
+        return self.take(call) if self.are_like(call) else None
+
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """A call of the module, with the attributes that are inputs."""
         return Call.of(self.module, args, kwargs, self.attributes)

@@ -10,6 +10,7 @@ from lightning_rotor.capture.module_facts import ModuleFacts
 from lightning_rotor.planned.prepared import Costs, Prepared, Turn, costs_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
+from lightning_rotor.planning.size_bounds import is_within
 
 MAX_PLANS = 64
 """Signatures that are kept by default."""
@@ -31,17 +32,25 @@ class SteadyCall:
     prepared: Prepared
     waiting: tuple[Prepared, ...] = ()
 
+    def serves(self, signature: Signature) -> bool:
+        """True if the module is as it was, and a call differs by smaller sizes at most."""
+        if not self.facts.holds() or not signature.differs_in_sizes(self.signature):
+            return False
+        return is_within(signature.shapes, self.signature.shapes)
+
 
 class PlanCache:
     """Plans and costs by signature, turn by turn. The ``most`` signatures used last are kept.
 
     Attributes:
         steady: None after every change.
+        roomy: A large call that runs plainly and has much more memory than it takes; smaller ones run as it does.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.steady: SteadyCall | None = None
+        self.roomy: SteadyCall | None = None
         self._entries: OrderedDict[Signature, dict[Turn, Costs | Prepared]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -87,6 +96,8 @@ class PlanCache:
     def put(self, signature: Signature, entry: Costs | Prepared) -> None:
         """Add or replace an entry; its signature is now used last."""
         self.steady = None
+        if self.roomy is not None and self.roomy.signature == signature:
+            self.roomy = None
         turn = costs_of(entry).turn
         self._entries.setdefault(signature, {})[turn] = entry
         self._entries.move_to_end(signature)
@@ -105,16 +116,18 @@ class PlanCache:
         stays = prepared.is_settled or prepared.runs_plainly
         if facts is not None and stays and prepared.is_best_known and not signature.has_totals:
             self.steady = SteadyCall(facts, signature, prepared, waiting)
+            if prepared.has_much_room and (self.roomy is None or not self.roomy.serves(signature)):
+                self.roomy = self.steady
 
     def keep_only(self, is_kept: Callable[[Signature], bool]) -> None:
         """Forget all other signatures, which no call can have any more."""
-        self.steady = None
+        self.steady = self.roomy = None
         for signature in [signature for signature in self._entries if not is_kept(signature)]:
             del self._entries[signature]
 
     def keep_only_plans(self, is_kept: Callable[[Plan], bool]) -> None:
         """Drop all other plans, but not their costs; plans are made again when their signatures return."""
-        self.steady = None
+        self.steady = self.roomy = None
         for turns in self._entries.values():
             for turn, entry in turns.items():
                 if isinstance(entry, Prepared) and not is_kept(entry.plan):

@@ -83,7 +83,9 @@ class PlannedForward:
         if not self._plans_for(module, args, kwargs):
             return plainly()
         with self.caches.off():
-            call = self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
+            call = (
+                self._steady_call(args, kwargs) or self._roomy_call(args, kwargs) or self._prepared_call(args, kwargs)
+            )
             if call is None:
                 return plainly()
             source = self._source
@@ -114,6 +116,20 @@ class PlannedForward:
         if value is None or not steady.signature.is_of(value):
             return None
         return _BoundCall(steady.signature, value, steady.prepared)
+
+    def _roomy_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _BoundCall | None:
+        """The call, if a larger one runs plainly and leaves at least half of its budget.
+
+        The module's own forward runs then, so it does not matter if it does something else for this size, for which
+        its recording would have to be asked: that takes longer than a small model's step.
+        """
+        plans, roomy = self.plans, self.plans.cache.roomy
+        if roomy is None or not self._source.plans_by_seconds(plans.name) or shares_weights(self._module):
+            return None
+        call = plans.bind_unasked(roomy.signature.cut, args, kwargs)
+        if call is None or not roomy.serves(call[0]):
+            return None
+        return _BoundCall(*call, roomy.prepared)
 
     def _prepared_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _BoundCall | None:
         """The call with its plan, made now if it must be; None if the module runs plainly."""

@@ -17,7 +17,8 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants
-from lightning_rotor.capture.sequentialize import check_module
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut, check_module
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import (
     BudgetError,
@@ -217,6 +218,21 @@ class ModulePlans:
             self.cache.keep_only(lambda signature: signature.cut in self._cuts)
             self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
+
+    def bind_unasked(
+        self, cut: SequentialCut | GraphCut, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Signature, Any] | None:
+        """The signature of a call and the chain's input, whatever a recording would say to its sizes.
+
+        None if the call differs from the recorded one in more, or values could decide, too.
+        """
+        if not isinstance(cut, GraphCut):
+            value = cut.bind(args, kwargs)
+        elif cut.numbers or cut.guards.asks_values:
+            return None
+        else:
+            value = cut.guards.bind_unasked(args, kwargs)
+        return None if value is None else (self._cuts.signature(cut, value), value)
 
     def is_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call has a plan, or costs for one."""

@@ -26,6 +26,8 @@ turn."""
 _LEAST_FACTOR = 0.1
 # A plain step takes at least half of what its stages take one by one: less would mean that the stopwatch was stopped.
 _LEAST_PART = 0.5
+# The share of its budget up to which a call leaves so much room that a smaller one needs no look at its own costs.
+_MUCH_ROOM = 0.5
 # In the place of 0 in a division: such overheads differ by nothing.
 _TINY = 1e-9
 # Plans of one call that are timed: the first, and one that follows from what it took. More would go on for ever, as
@@ -132,6 +134,11 @@ class Prepared:
     def is_best_known(self) -> bool:
         """True if no better plan is expected of more searching or measuring."""
         return not self.lost_seconds and not self.costs.rough_seconds
+
+    @property
+    def has_much_room(self) -> bool:
+        """True if it runs plainly, and takes at most half of what it may."""
+        return self.runs_plainly and self.plan.peak_bytes <= _MUCH_ROOM * self.plan.budget_bytes
 
     # ---------------------------------------------------------------- the seconds of its calls
 
