@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import ScheduleError
 from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment import NO_STATE, recomputed
@@ -69,6 +70,11 @@ class Executor:
         stopwatch: Stopwatch | None = None,
     ) -> None:
         check_schedule(chain, schedule)
+        if schedule.moves:
+            raise ScheduleError(
+                f"schedule {schedule} moves what stages hold to another memory, which can be simulated and not run: "
+                "expected a schedule without moves"
+            )
         # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)

@@ -26,7 +26,7 @@ from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.planning.retained_skips import retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import Conditions, Simulation, simulate
+from lightning_rotor.simulator import BytesAround, Conditions, Simulation, bytes_around, simulate
 from lightning_rotor.units import is_positive_integer
 
 
@@ -145,7 +145,9 @@ class ScheduleSearch:
         return self._tables[key]
 
     def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
-        table, unit, is_exact = solved_table(self.chain, most_bytes, self.slots, readers_pay=readers_pay, **self.step)
+        table, unit, is_exact = solved_table(
+            self.chain, most_bytes, self.slots, readers_pay=readers_pay, **bytes_around(self.step)
+        )
         uncertain_bytes = _uncounted_bytes(self.chain)
         if not is_exact:
             uncertain_bytes += math.ceil(2 * unit)
@@ -190,7 +192,7 @@ def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
 
 
 def solved_table(
-    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[Conditions]
+    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[BytesAround]
 ) -> tuple[Table, float, bool]:
     """The table for budgets up to so many bytes, the bytes of a slot, and True if every size is whole slots."""
     divisor = math.gcd(*_sizes_in(chain), step.get("lingering_bytes", 0))
