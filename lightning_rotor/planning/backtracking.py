@@ -18,7 +18,7 @@ _CALLS = 4
 def schedule_at(table: Table, memory: int) -> Schedule:
     """The schedule behind ``table.seconds[memory]``, which must be finite."""
     make_room_for(_CALLS * len(table.requirements.endings))  # the depth is not known before
-    return Schedule(tuple(_Backtracking(table).recorded(memory, 0, len(table.requirements.endings) - 1, 0, 0)))
+    return Schedule(tuple(Backtracking(table).recorded(memory, 0, len(table.requirements.endings) - 1, 0, 0)))
 
 
 class _Decision(NamedTuple):
@@ -33,7 +33,7 @@ class _Decision(NamedTuple):
     source: int
 
 
-class _Backtracking:
+class Backtracking:
     """Decisions of one table."""
 
     def __init__(self, table: Table) -> None:
@@ -46,10 +46,12 @@ class _Backtracking:
         while first <= last:
             decision = self._decide(memory, first, last, ending, source)
             assert decision.seconds < np.inf, "the table holds no schedule here"
-            yield decision.leaf or Segment(
-                tuple(self._body(decision.body_memory, first, decision.end, decision.variant))
-            )
+            yield decision.leaf or Segment(self.body(decision.body_memory, first, decision.end, decision.variant))
             memory, first, source = decision.left, decision.end + 1, decision.source
+
+    def body(self, memory: int, first: int, last: int, variant: int) -> tuple[Item, ...]:
+        """Items of a segment, recomputed with so many slots."""
+        return tuple(self._body(memory, first, last, variant))
 
     def _body(self, memory: int, first: int, last: int, variant: int) -> Iterator[Item]:
         """Items of a body."""

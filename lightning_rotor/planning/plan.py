@@ -16,7 +16,8 @@ from lightning_rotor.planning import plan_file
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.frontier import Frontier, frontier_of
-from lightning_rotor.planning.schedule_search import ScheduleSearch, fine_slots
+from lightning_rotor.planning.moving_search import MovingSearch
+from lightning_rotor.planning.schedule_search import fine_slots
 from lightning_rotor.schedule import Schedule, leaves, schedule_line
 from lightning_rotor.shown import Shown, table_of
 from lightning_rotor.simulator import Conditions, Simulation, simulate
@@ -114,7 +115,7 @@ class Plan(Shown):
 
     def frontier(self) -> Frontier:
         """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
-        search = ScheduleSearch(self.chain, slots=fine_slots(len(self.chain), self.slots), **self.conditions)
+        search = MovingSearch(self.chain, slots=fine_slots(len(self.chain), self.slots), **self.conditions)
         return frontier_of(search, budget_bytes=self.budget_bytes)
 
     def to_plain(self) -> dict[str, Any]:
