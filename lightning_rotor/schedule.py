@@ -118,7 +118,8 @@ class Move:
                     forward of item     backward of item
 
     The copy out begins when the item's forward is done, and the point ``release`` waits for it. The copy back begins at
-    the point ``fetch``, and the item's backward waits for it.
+    the point ``fetch``, and the item's backward waits for it. What is given back at point ``m`` is so when the forward
+    ends, since the gradient of the loss is there before the backward of the last item begins.
 
     Attributes:
         item: Number of the item in :attr:`Schedule.items`.

@@ -318,11 +318,13 @@ class _Simulator:
 
     def run(self) -> Simulation:
         self.record()
+        items = len(self._schedule.items)
+        # Before the caller goes on to the loss, whose gradient is there when the backward begins.
+        self._give_back(items)
         held_bytes = self._live_bytes
         # The output now belongs to the caller, so the reference that the forward took is never given back.
-        last_point = len(self.point_bytes) - 1
-        for number in reversed(range(len(self._schedule.items))):
-            self._reach(last_point - number)
+        for number in reversed(range(items)):
+            self._reach(2 * items - 1 - number)
             self._await_moved(number)
             self._backward(self._schedule.items[number])
         host_seconds = self._segment_seconds + seconds_apart(self._chain, self._schedule)
@@ -537,15 +539,17 @@ class _Simulator:
     def _reach(self, point: int) -> None:
         """Give back and take again what moves at a point."""
         self._point = point
-        if not self._moves:
-            return
-        for move in self._schedule.moves:
-            if move.release == point:
-                self._release(move.item)
+        if point != len(self._schedule.items):
+            self._give_back(point)
         # What is needed first comes back first.
         for move in reversed(self._schedule.moves):
             if move.fetch == point:
                 self._fetch(move.item)
+
+    def _give_back(self, point: int) -> None:
+        for move in self._schedule.moves:
+            if move.release == point:
+                self._release(move.item)
 
     def _send(self, number: int) -> None:
         """Copy out what an item holds, but for what an item before has copied already."""

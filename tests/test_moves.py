@@ -322,8 +322,8 @@ def test_the_backward_peak_is_that_of_a_held_input_where_the_stage_before_saved_
     assert level == 10 + 20 + 55  # the output, what stage 1 saved, and its peak
 
 
-def test_what_can_only_be_simulated_is_not_run() -> None:
+def test_a_plan_that_moves_something_is_not_run_without_another_memory() -> None:
     net = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4))
     assert net.chain is not None
-    with pytest.raises(ScheduleError, match="which can be simulated and not run"):
+    with pytest.raises(ScheduleError, match="there is no other memory to move it to"):
         net.use(scheduled(net.chain, Schedule.parse("0 1> 2"), link=FAST))
