@@ -78,6 +78,8 @@ class Effort:
     moved_stages: int = 5_000
     # and those of edits.
     moved_edits: int = 3_000
+    # Most subsets of a schedule's items that are tried; of more items only all of them, and all but one.
+    moved_subsets: int = 32
     # Budgets of a curve.
     moved_budgets: int = 16
 

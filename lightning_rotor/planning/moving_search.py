@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import combinations
 
 from typing_extensions import Unpack
 
@@ -118,14 +119,27 @@ class MovingSearch(ScheduleSearch):
     def _edited(self, best: Simulation, budget_bytes: int) -> Simulation:
         """The best of a schedule and its edits, and of the edits of that."""
         left = self._effort.moved_edits // len(self.chain)
-        untried = edits(best.schedule, self.chain)
-        while left > 0 and (schedule := next(untried, None)) is not None:
+        untried = self._edits(best)
+        while left > 0 and (edit := next(untried, None)) is not None:
             left -= 1
-            edited = self._better(best, schedule, None, budget_bytes)
+            schedule, wanted = edit
+            edited = self._better(best, schedule, wanted, budget_bytes)
             if edited is not None and edited is not best:
                 best = edited
-                untried = edits(best.schedule, self.chain)
+                untried = self._edits(best)
         return best
+
+    def _edits(self, best: Simulation) -> Iterator[tuple[Schedule, Sequence[int] | None]]:
+        """Schedules near one, with what they may move: one item less than it does, or one edit away, and anything."""
+        stays = Schedule(best.schedule.items)
+        moved = {move.item for move in best.schedule.moves}
+        for number in sorted(moved):
+            yield stays, sorted(moved - {number})
+        able = movable(self.chain, stays.items)
+        for number in able:
+            yield stays, [other for other in able if other != number]
+        for schedule in edits(stays, self.chain):
+            yield schedule, None
 
     def _better(
         self, best: Simulation | None, schedule: Schedule, wanted: Sequence[int] | None, budget_bytes: int
@@ -134,10 +148,18 @@ class MovingSearch(ScheduleSearch):
         able = movable(self.chain, schedule.items)
         if wanted is not None:
             able = sorted(set(able) & set(wanted))
-        found = placed(self.chain, schedule, able, budget_bytes, self.step)
-        if found is None or (best is not None and found.seconds >= best.seconds * (1 - SAME)):
-            return best
-        return found
+        for chosen in self._choices(able):
+            found = placed(self.chain, schedule, chosen, budget_bytes, self.step)
+            if found is not None and (best is None or found.seconds < best.seconds * (1 - SAME)):
+                best = found
+        return best
+
+    def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
+        """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""
+        yield able
+        if 2 ** len(able) <= self._effort.moved_subsets:
+            for count in reversed(range(1, len(able))):
+                yield from combinations(able, count)
 
     def _all_moved(self, schedule: Schedule) -> Simulation:
         """The schedule with all moved that can, for as long as it can, and for which there is room."""
