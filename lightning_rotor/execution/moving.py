@@ -215,7 +215,7 @@ class MovingCall:
             return tensor
         if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
             return tensor
-        version = tensor._version
+        version = private.version_of(tensor)
         known = self._known.get(id(storage))
         away = None if known is None else known()
         if away is None or away.known() is not storage or away.version != version:
@@ -238,10 +238,11 @@ def unpack_moved(saved: Any) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
     away, dtype, offset, shape, strides, changes, version = saved
-    if changes._version != version:
+    now = private.version_of(changes)
+    if now != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{dtype} {list(shape)}] is at version {changes._version}; expected version {version} instead"
+            f"[{dtype} {list(shape)}] is at version {now}; expected version {version} instead"
         )
     tensor = torch.empty(0, dtype=dtype, device=away.here().device)
     # With a counter of its own: segments in a moved one compare how often their inputs were changed.

@@ -61,8 +61,8 @@ class MovingSearch(ScheduleSearch):
         """Schedules from the least peak to no recomputation, by rising peak."""
         if self._link is None:
             return super().candidates()
-        least, most = self.smallest, self._keep_all
-        apart = max((most.peak_bytes - least.peak_bytes) // self._effort.moved_budgets, 1)
+        least, most = self.smallest, self.keep_all
+        apart = max((most.peak_bytes - least.peak_bytes) // self.effort.moved_budgets, 1)
         found = [least, most]
         for budget_bytes in range(least.peak_bytes, most.peak_bytes, apart):
             simulation = self.fastest(budget_bytes)
@@ -72,7 +72,7 @@ class MovingSearch(ScheduleSearch):
 
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
         best = super().fastest(budget_bytes)
-        if best is not None and best.schedule == self._keep_all.schedule:
+        if best is not None and best.schedule == self.keep_all.schedule:
             return best
         for schedule, wanted in self._program_schedules(link, budget_bytes):
             best = self._better(best, schedule, wanted, budget_bytes)
@@ -91,26 +91,26 @@ class MovingSearch(ScheduleSearch):
     @cached_property
     def _staying(self) -> list[Simulation]:
         """Schedules that move nothing, the fastest first; of long chains few, evenly spread over each table."""
-        found = [self._keep_all]
-        tables = (*self._for_all, *map(self._up_to, self._finer_tops))
+        found = [self.keep_all]
+        tables = self.tables
         for table in tables:
-            apart = -(-len(tables) * len(table) * len(self.chain) // self._effort.moved_stages)
+            apart = -(-len(tables) * len(table) * len(self.chain) // self.effort.moved_stages)
             found += [table[stair] for stair in range(0, len(table), max(apart, 1))]
         return sorted({each.schedule: each for each in found}.values(), key=by_seconds)
 
     def _program_schedules(self, link: Link, budget_bytes: int) -> Iterator[tuple[Schedule, Sequence[int]]]:
         """Schedules of the program over memory and link at and near the budget, with what they move."""
-        refined = len(self.chain) <= self._effort.refined_stages
+        refined = len(self.chain) <= self.effort.refined_stages
         program = MoveProgram(
             self.chain,
             budget_bytes,
             link,
-            slots=self._effort.moved_slots,
+            slots=self.effort.moved_slots,
             refined=refined,
             **bytes_around(self.step),
         )
         seen = set()
-        for memory in range(program.slots, program.slots - self._effort.moved_memories, -1):
+        for memory in range(program.slots, program.slots - self.effort.moved_memories, -1):
             found = program.schedule_at(memory)
             if found is not None and str(found) not in seen:
                 seen.add(str(found))
@@ -118,7 +118,7 @@ class MovingSearch(ScheduleSearch):
 
     def _edited(self, best: Simulation, budget_bytes: int) -> Simulation:
         """The best of a schedule and its edits, and of the edits of that."""
-        left = self._effort.moved_edits // len(self.chain)
+        left = self.effort.moved_edits // len(self.chain)
         untried = self._edits(best)
         while left > 0 and (edit := next(untried, None)) is not None:
             left -= 1
@@ -157,7 +157,7 @@ class MovingSearch(ScheduleSearch):
     def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
         """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""
         yield able
-        if 2 ** len(able) <= self._effort.moved_subsets:
+        if 2 ** len(able) <= self.effort.moved_subsets:
             for count in reversed(range(1, len(able))):
                 yield from combinations(able, count)
 
