@@ -304,7 +304,7 @@ def main() -> None:
     for needed in ("pytest", "hypothesis", "lightning_rotor", "tests.conftest"):
         importlib.import_module(needed)
     compilation = importlib.import_module("lightning_rotor.planning.compilation")
-    compilation.compiled_solve()
+    compilation.compiled_kernels()
     outcomes = []
     for name in options.modules or MODULES:
         begin = time.monotonic()

@@ -9,6 +9,7 @@ right before the first solve (VmRSS), so interpreter, NumPy and the chain itself
     table           one table
     plan at half    a plan for half of what keeping everything takes, from nothing: tables, candidates, simulations
     least budget    what more it takes to find the least budget, and a plan for two percent more than that
+    curve           what more the frontier takes: every schedule of the tables that is simulated, and questions between them
     plain           the same table by the same functions as plain Python, in turn in one process
 
 Prints a table and writes ``benchmarks/results/planner.json`` and ``planner.md``.
@@ -35,15 +36,15 @@ from typing import Any
 import numpy as np
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
-from lightning_rotor.planning import Solver
-from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning import Solver, frontier_of
+from lightning_rotor.planning.compilation import compiled_kernels
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernels import Requirements
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 
-LENGTHS = (20, 50, 100, 200, 339)
+LENGTHS = (20, 50, 100, 197, 339)
 KINDS = ((1, False), (1, True), (10, False), (10, True))
 PLAIN = ((50, 1), (100, 1), (200, 1))
 SLOTS = 500
@@ -143,6 +144,7 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
     solver = Solver(chain, slots=SLOTS)
     half_seconds, half_cpu, half = _timed(lambda: solver.plan(keep_all_bytes // 2))
     tight_seconds, tight_cpu, tight = _timed(lambda: solver.plan(int(1.02 * solver.minimum().peak_bytes)))
+    curve_seconds, curve_cpu, curve = _timed(lambda: frontier_of(solver))
     return {
         "loading_seconds": loading,
         "table_seconds": table_seconds,
@@ -154,6 +156,9 @@ def measure(stages: int, options: int, shortcuts: bool) -> dict[str, float]:
         "tight_seconds": tight_seconds,
         "tight_cpu_seconds": tight_cpu,
         "tight_overhead": tight.overhead,
+        "curve_seconds": curve_seconds,
+        "curve_cpu_seconds": curve_cpu,
+        "curve_points": len(curve),
         "peak_mib": (_memory_kib("VmHWM") - before_kib) / 1024,
     }
 
@@ -222,7 +227,7 @@ def _machine() -> dict[str, Any]:
         "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "numba": importlib.metadata.version("numba") if compiled_solve() else None,
+        "numba": importlib.metadata.version("numba") if compiled_kernels() else None,
     }
 
 
@@ -294,12 +299,13 @@ def _markdown(rows: list[dict[str, Any]], plain: list[dict[str, Any]], machine: 
         f"machine code where there is Numba; loading it takes {max(row['loading_seconds'] for row in rows):.1f} s once per process, which is not "
         "in the table.",
         "",
-        "| stages | options | skips | table | plan at half | least budget | table, MiB | all, MiB | overhead at half | near the least |",
-        "|" + " ---: |" * 10,
+        "| stages | options | skips | table | plan at half | least budget | curve | table, MiB | all, MiB | overhead at half | near the least |",
+        "|" + " ---: |" * 11,
     ]
     for row in rows:
         times = [
-            f"{row[f'{name}_seconds']:.2f} / {row[f'{name}_cpu_seconds']:.2f}" for name in ("table", "half", "tight")
+            f"{row[f'{name}_seconds']:.2f} / {row[f'{name}_cpu_seconds']:.2f}"
+            for name in ("table", "half", "tight", "curve")
         ]
         lines.append(
             f"| {row['stages']} | {row['options']} | {'yes' if row['skips'] else 'no'} | {' | '.join(times)} | {row['table_mib']:.0f} | "

@@ -137,7 +137,7 @@ def _compiled_tables(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in ("test_dynamic_program", "test_solver"):
             patch.setattr(dynamic_program, "_COMPILED_STAGES", 0)
-            compilation.compiled_solve()  # what this logs is of no test
+            compilation.compiled_kernels()  # what this logs is of no test
         yield
 
 

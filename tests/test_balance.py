@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -51,14 +52,25 @@ def test_no_other_balance_has_a_smaller_largest_part(seed):
 )
 def test_children_can_be_counted_instead_of_stages(balance, expected):
     names = ["0.0", "0.1", "1.0", "1.1", "2.0 … 2.1", "3.0", "3.1"]
-    assert counted_in_stages(balance, names, ["0", "1", "2", "3"]) == expected
+    assert counted_in_stages(balance, names, ["0", "1", "2", "3"], len(balance)) == expected
 
 
 def test_children_that_run_as_one_stage_cannot_be_cut_apart():
     names = ["0", "1 … 2", "3"]
-    assert counted_in_stages([1, 3], names, ["0", "1", "2", "3"]) == [1, 2]
+    assert counted_in_stages([1, 3], names, ["0", "1", "2", "3"], 2) == [1, 2]
     with pytest.raises(PipelineError, match=r"cuts between the children '1' and '2', which run as one .* '1 … 2'"):
-        counted_in_stages([2, 2], names, ["0", "1", "2", "3"])
+        counted_in_stages([2, 2], names, ["0", "1", "2", "3"], 2)
+
+
+@pytest.mark.parametrize(
+    ("balance", "parts", "example"),
+    [([1, 1, 2], 2, r"such as balance=\[2, 2\]\. "), ([4], 3, "balance="), ([4], 5, r"children\. ")],
+)
+def test_a_balance_for_another_number_of_devices_is_shown_as_it_was_written(balance, parts, example):
+    names = [f"{number}.{part}" for number in range(4) for part in range(2)]
+    expected = rf"balance={re.escape(str(balance))} is for {len(balance)} pipeline stages, and there are {parts}: .*{example}.*are 0, 1, 2, 3"
+    with pytest.raises(PipelineError, match=expected):
+        counted_in_stages(balance, names, ["0", "1", "2", "3"], parts)
 
 
 def test_a_module_is_measured_first():

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 import lightning_rotor.planned.module_plans
 from lightning_rotor import Checkpointable, RotorCallback, UnitError
 from lightning_rotor.planned import step_watch
+from lightning_rotor.planned.measurements import Measurements
 from lightning_rotor.planned.module_plans import ModulePlans
-from lightning_rotor.profiling import profile_chain
+from lightning_rotor.profiling import StepMeter, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.training import Witness, assert_same_bits
@@ -139,7 +140,8 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     )
 
     def schedule_for(length: int, seconds: float) -> Schedule:
-        net._planned.plans._searching.price_seconds = seconds  # what a search is known to take
+        # What a look at other schedules is known to take, and what a search is.
+        net._planned.plans._estimating.price_seconds = net._planned.plans._searching.price_seconds = seconds
         x = torch.randn(8, length, 16)
         found = []
         for module in (net, body):
@@ -156,12 +158,11 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     assert longest.recomputed
     assert schedule_for(46, 1e9) == schedule_for(44, 1e9) == longest
     assert not searched
-    schedule_for(45, 0.0)  # nothing may be lost
+    better = schedule_for(45, 0.0)  # nothing may be lost
     assert len(searched) == 1
-    schedule_for(44, 0.0)  # the second time, too
-    assert len(searched) == 2
-    schedule_for(44, 0.0)
-    assert len(searched) == 2
+    assert schedule_for(44, 0.0) == better  # the second time, too, and it has the same bounds
+    assert schedule_for(44, 0.0) == better
+    assert len(searched) == 1
 
 
 def test_a_size_that_fits_without_recomputation_is_measured_once_that_pays_and_no_profiler_records() -> None:
@@ -184,3 +185,46 @@ def test_a_size_that_fits_without_recomputation_is_measured_once_that_pays_and_n
     with torch.autograd.profiler.profile(use_kineto=False):
         assert recomputes(16)
     assert not recomputes(16)
+
+
+@pytest.mark.feature(
+    "Shapes", "another length in nearly every step: plans are searched for, and steps watched, ever less"
+)
+def test_steps_of_ever_other_lengths_settle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(2)
+    lengths = torch.randint(8, 120, (160,), generator=draw).tolist()
+    roomy = RotorCallback("1GiB", "body", show_table=False)
+    train(nn.Sequential, [max(lengths)], tmp_path, roomy)
+    assert roomy.measured_peak_bytes is not None
+    limit = int(0.7 * roomy.measured_peak_bytes)
+    counts: dict[str, list[int]] = {"searched": [], "estimated": [], "watched": []}
+    steps = [0]
+
+    def counted(owner: Any, method: str, kind: str) -> None:
+        plain = getattr(owner, method)
+
+        def noting(*args: Any, **options: Any) -> Any:
+            counts[kind].append(steps[0])
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, method, noting)
+
+    class Counts(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            steps[0] += 1
+
+    counted(ModulePlans, "_solve", "searched")
+    counted(Measurements, "estimate", "estimated")
+    counted(StepMeter, "start", "watched")
+    monkeypatch.setattr(Reader, "configure_callbacks", lambda _: [Counts()])
+    rotor = RotorCallback(limit, "body", show_table=False)
+    planned, left, watch = train(nn.Sequential, lengths, tmp_path, rotor)
+    monkeypatch.undo()
+    plain, right, _ = train(nn.Sequential, lengths, tmp_path)
+    late = {kind: sum(number > 80 for number in numbers) for kind, numbers in counts.items()}
+    assert late["searched"] <= 8
+    assert late["estimated"] <= 20
+    assert late["watched"] <= 20
+    assert max(peak for peak in watch.peaks[1:] if peak is not None) <= limit
+    assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
+    assert_same_bits(left.losses, right.losses)

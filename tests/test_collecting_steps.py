@@ -95,7 +95,7 @@ def test_what_a_step_collects_is_recorded_for_twice_at_most(
     assert recordings(make, tmp_path, monkeypatch) == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*was recorded 12 times", "ignore:.*has compared no step with mem_limit")
+@pytest.mark.filterwarnings("ignore:.*was recorded 12 times")
 @pytest.mark.parametrize("make", [ReadAsWell, ReadByComputedName])
 def test_what_the_forward_reads_is_seen_whenever_it_changes(
     make: Callable[[], L.LightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -333,12 +333,13 @@ class Growing(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_steps_that_new_sizes_keep_from_being_measured_are_judged_by_what_was_predicted(tmp_path: Path) -> None:
+def test_steps_whose_sizes_are_measured_first_are_compared_with_the_limit(tmp_path: Path) -> None:
     rows = [torch.randn(512 * 8, 16)]
-    with pytest.raises(BudgetError, match=r"is predicted to take .* none was measured to its end") as caught:
+    with pytest.raises(BudgetError, match=r"a measured step has taken .* under the plan that takes least") as caught:
         train(Growing, rows, tmp_path, callback=RotorCallback("10KiB", show_table=False), batch_size=512)
     assert caught.value.minimum_bytes > 10 * 1024
     assert caught.value.stage
-    with pytest.warns(RotorWarning, match="has compared no step with mem_limit yet"):
-        planned = train(Growing, rows, tmp_path, callback=RotorCallback("1GiB", show_table=False), batch_size=512)
+    with_room = RotorCallback("1GiB", show_table=False)
+    planned = train(Growing, rows, tmp_path, callback=with_room, batch_size=512)
+    assert with_room.measured_peak_bytes is not None
     assert_same_training(train(Growing, rows, tmp_path, batch_size=512), planned)

@@ -249,16 +249,34 @@ def trained(
     return dict(model.state_dict()), model.losses, logged, settings() == before
 
 
+class Recorded(nn.Sequential):
+    """A forward of its own, so that it is recorded: under the settings of a step, autocast for one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = x + layer(x)
+        return x
+
+
+class PreciseRecorded(Precise):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Recorded(*self.net)
+
+
+@pytest.mark.parametrize("kind", [Precise, PreciseRecorded])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
-def test_precisions_are_those_of_one_process(group: Processes, tmp_path: Path, precision: str) -> None:
+def test_precisions_are_those_of_one_process(
+    group: Processes, tmp_path: Path, precision: str, kind: type[Precise]
+) -> None:
     """To the bit where the batch is one micro-batch; several add up their gradients."""
-    weights, losses, logged, _ = trained(0, str(tmp_path), 1, precision, {})
+    weights, losses, logged, _ = trained(0, str(tmp_path), 1, precision, {}, kind)
     whole = {"micro_batches": 1, "schedule": "gpipe", "recompute": "always"}
-    for found in good(group.run(2, trained, str(tmp_path), 2, precision, whole)):
+    for found in good(group.run(2, trained, str(tmp_path), 2, precision, whole, kind)):
         assert found[1:] == (losses, logged, True)
         for name, value in weights.items():
             assert torch.equal(found[0][name], value), name
-    for found in good(group.run(2, trained, str(tmp_path), 2, precision, {"micro_batches": 4})):
+    for found in good(group.run(2, trained, str(tmp_path), 2, precision, {"micro_batches": 4}, kind)):
         assert {dtype for _, dtype in found[1]} == {dtype for _, dtype in losses}
         tolerance = {"32-true": 1e-6, "64-true": 1e-12}.get(precision, 2e-2)
         assert found[2]["val_loss"] == pytest.approx(logged["val_loss"], abs=tolerance)

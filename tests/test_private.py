@@ -446,6 +446,19 @@ def test_the_profiler_tells_of_blocks() -> None:
     assert sorted(sizes) == [(-4000, "cpu"), (4000, "cpu")]
 
 
+def test_the_log_of_allocations_sees_no_ranges_of_the_users() -> None:
+    with private.AllocationLog() as log, torch.autograd.profiler.record_function("of the user's"):
+        torch.ones(1000).sum()
+    assert all(private.allocation_of(event) is not None for event in log.kineto_results.experimental_event_tree())
+    # Else one that begins in a log and ends in another one would end the process.
+    first, second = private.AllocationLog(), private.AllocationLog()
+    first.__enter__()
+    with torch.autograd.profiler.record_function("of the user's"):
+        first.__exit__(None, None, None)
+        second.__enter__()
+    second.__exit__(None, None, None)
+
+
 # -------------------------------------------------------------------- processes
 
 
@@ -457,6 +470,16 @@ def alone() -> Iterator[None]:
     )
     yield
     distributed.destroy_process_group()
+
+
+def test_masks_of_spread_tables_can_be_forgotten() -> None:
+    from torch.distributed.tensor import debug
+
+    from lightning_rotor.private.sharding import forget_masks
+
+    assert callable(debug._clear_sharding_prop_cache)
+    forget_masks()
+    assert debug._get_python_sharding_prop_cache_info().currsize == 0
 
 
 def test_fsdp_units(alone: None) -> None:

@@ -75,7 +75,8 @@ def pipelined(
         )
     if not isinstance(options.balance, str) and isinstance(training, SequentialCut):
         # Users count the layers of their nn.Sequential, some of which are one stage together.
-        balance = counted_in_stages(options.balance, chain.names, list(module._modules))
+        stages = processes.size * options.stages_per_device
+        balance = counted_in_stages(options.balance, chain.names, list(module._modules), stages)
         options = replace(options, balance=balance)
 
     plan = _partition(profile, chain, options, memory_bytes, state_bytes(profile.stages), processes)

@@ -108,7 +108,10 @@ class PipelinedModule:
             return self._loss_of(results[place]) * (scale * sizes[place] / sum(sizes))
 
         try:
-            inputs = self.runner.inputs([call.start() for call in calls])
+            arguments = [call.start() for call in calls]
+            # A recording holds for calls under the same autocast.
+            with calls[0].context.restored():
+                inputs = self.runner.inputs(arguments)
             outputs, gradients = self.runner.run(inputs, loss, seed=seed, context=calls[0].context)
             for place, output in enumerate(outputs):
                 # The last stage's process has run this code in the schedule.

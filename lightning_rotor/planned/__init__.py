@@ -11,6 +11,7 @@ The way of a call, in the order in which it happens:
 - ``known_cuts``: the stages of the module for such a call.
 - ``measurements``: costs of the sizes that were measured, and bounds for others. ``other_sizes`` takes a plan over from
   another size; ``records`` are costs and plans in a checkpoint.
+  ``size_classes`` rounds sizes in steps of several calls.
 - ``budget_source``: the question that all of these ask, what a plan may use, and the events that they tell of.
 
 The way of a step, which answers it:
@@ -21,6 +22,7 @@ The way of a step, which answers it:
   for the first call of one that no dry run has met.
 - ``limit``: the budget of a chain, and the errors where no plan keeps the limit.
 - ``step_watch``: peaks of measured steps; ``corrections``: what they teach, such as the bytes of the loss.
+  ``kept_sizes``: the sizes that need not be measured any more.
 - ``joint_plans``: one plan for calls that are alive together.
 
 Around both: ``loop`` is the training loop as plans see it, ``agreement`` that of processes that exchange messages,

@@ -42,9 +42,10 @@ class ModuleCut:
 
 @dataclass(frozen=True, slots=True)
 class PlanMade:
-    """A plan was made, and will run."""
+    """A plan was made, and calls of this signature will run under it."""
 
     plan: Plan
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,18 @@ class BudgetSource:
     accumulates = True
 
     @property
+    def waiting(self) -> tuple[Prepared, ...]:
+        """Calls of the running step that wait for their backward, in the order of their forwards."""
+        return ()
+
+    @property
     def turn(self) -> Turn:
         """Names of the modules whose calls wait for their backward."""
         return ()
+
+    def plan_beside(self, name: str, signature: Signature, value: Any) -> Prepared | None:
+        """The plan of a call in a step of several, as a part of theirs; None if the module is to plan it by itself."""
+        return None
 
     def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that one plan of a module may use at this moment."""

@@ -17,11 +17,19 @@ MAX_PLANS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteadyCall:
-    """The call that came last, if its plan stays. Nothing else is asked of a call that is like it."""
+    """The call that came last, if its plan stays. Nothing else is asked of a call that is like it.
+
+    Attributes:
+        facts: Of the module.
+        signature: Of the call.
+        prepared: With the plan that it has run under.
+        waiting: With the plans of the calls that waited for their backward when it began.
+    """
 
     facts: ModuleFacts
     signature: Signature
     prepared: Prepared
+    waiting: tuple[Prepared, ...] = ()
 
 
 class PlanCache:
@@ -85,12 +93,18 @@ class PlanCache:
         while len(self._entries) > self._most:
             self._entries.popitem(last=False)
 
-    def note_last(self, signature: Signature, prepared: Prepared, facts: ModuleFacts | None) -> None:
+    def note_last(
+        self,
+        signature: Signature,
+        prepared: Prepared,
+        facts: ModuleFacts | None,
+        waiting: tuple[Prepared, ...] = (),
+    ) -> None:
         """Note the call that came last, if nothing about its entry may change by itself; facts are of its module."""
         self.steady = None
         stays = prepared.is_settled or prepared.runs_plainly
         if facts is not None and stays and prepared.is_best_known and not signature.has_totals:
-            self.steady = SteadyCall(facts, signature, prepared)
+            self.steady = SteadyCall(facts, signature, prepared, waiting)
 
     def keep_only(self, is_kept: Callable[[Signature], bool]) -> None:
         """Forget all other signatures, which no call can have any more."""

@@ -106,7 +106,7 @@ class PlannedForward:
     def _steady_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _BoundCall | None:
         """The call, if it is like the last one and nothing has changed: no more is asked of it."""
         steady = self.plans.cache.steady
-        if steady is None or steady.prepared.turn != self._source.turn:
+        if steady is None or steady.waiting != self._source.waiting:
             return None
         if shares_weights(self._module) or not steady.facts.holds():
             return None

@@ -1,10 +1,9 @@
 """One limit for a training step: the budgets that follow from it, and the errors where no plan keeps it.
 
-A limit is broken in one of five ways, each found as early as it can be known::
+A limit is broken in one of four ways, each found as early as it can be known::
 
     before the forward     no plan for a call fits beside what the process holds        refuse()
     behind a step          it has taken more, and no plan takes less                    exceeded()
-    without a watch        no step could be measured, and they are predicted above it   exceeded_by_prediction()
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
 
@@ -241,10 +240,13 @@ class StepLimit:
         """
         exceeds = measured_bytes > self.size_bytes
         is_better = True
-        plans = [path[0].plan for path in step.paths]
-        for plan in {id(plan): plan for plan in plans}.values():
+        calls = [path[0] for path in step.paths]
+        for call in {id(call.plan): call for call in calls}.values():
+            plan = call.plan
             self.corrections.search_for(plan.chain)
-            can_grow = may_grow and bool(plan.recomputed)
+            # A plan for bounds on costs does not grow: that takes longer than a new length is worth, and where bounds
+            # are too high, the next measurement of a length near by says so.
+            can_grow = may_grow and bool(plan.recomputed) and not call.prepared.costs.estimated
             if not exceeds and not can_grow and self.corrections.teaches_nothing(plan, measured_bytes):
                 # Counting what the process holds would take a third of a small model's step on a GPU, and where sizes
                 # are draws all steps are measured.
@@ -361,19 +363,6 @@ class StepLimit:
             error=self._last_budget.error,
         )
         self._go_beyond(self._or_final(error))
-
-    def exceeded_by_prediction(self, predicted_bytes: int, stage: str) -> None:
-        """Steps that cannot be measured are to take more: go beyond the limit, or end training."""
-        error = limit_error(
-            self.size_bytes,
-            int(predicted_bytes * _SEVERAL),
-            needs=f"a step is predicted to take {format_bytes(predicted_bytes)} under the plan that takes least, and "
-            f"none was measured to its end, as each has brought sizes that had to be measured (set by {stage!r})",
-            stage=stage,
-            remedy="raise mem_limit, lower the batch size, or pad to a few sizes",
-            error=self._last_budget.error,
-        )
-        self._go_beyond(error)
 
     def exceeded_without_a_plan(self, peak_bytes: int) -> None:
         """A measured step in which nothing is planned has taken more: go beyond the limit, or end training."""

@@ -53,13 +53,12 @@ class Measurements:
         measured = family[bound.measurement]
         profile, chain = self._profiles[measured], bound.chain
         try:
-            first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
-            chain = replace(chain, stages=(first, *chain.stages[1:]))
+            profile = for_call(replace(profile, chain=chain), signature)
             if measured.cut is signature.cut:
-                return Estimate(replace(profile, chain=chain), bound.is_near)
+                return Estimate(profile, bound.is_near)
             estimated = profile_over(
                 signature.cut.stages,
-                chain,
+                profile.chain,
                 group_sizes=profile.group_sizes,
                 remembered=profile.remembered,
                 drawn=profile.drawn,
@@ -67,6 +66,13 @@ class Measurements:
         except (ValueError, IndexError):  # the stages are others
             return None
         return Estimate(estimated, bound.is_near)
+
+
+def for_call(profile: Profile, signature: Signature) -> Profile:
+    """Costs of another size for a call: they say for which input they are."""
+    chain = profile.chain
+    first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
+    return replace(profile, chain=replace(chain, stages=(first, *chain.stages[1:])))
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:

@@ -32,11 +32,12 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.budget_source import BudgetSource, MeasuringBegins, NothingFits, PlanMade
 from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
 from lightning_rotor.planned.known_cuts import KnownCuts
-from lightning_rotor.planned.measurements import Measurements
-from lightning_rotor.planned.other_sizes import best_of, least_overhead_of, lost_by
-from lightning_rotor.planned.prepared import Costs, Prepared, corrected, costs_of, may_be_planned_again
+from lightning_rotor.planned.measurements import Measurements, for_call
+from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
+from lightning_rotor.planned.prepared import Costs, Prepared, Turn, corrected, costs_of, may_be_planned_again
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
@@ -46,7 +47,7 @@ from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
 # One measurement serves at least so many sizes around it: each pays its part of the price.
-_SERVED = 4
+_SERVED = 16
 # A measured overhead this far from the predicted one, as a share of it, leads to another plan; not if it is less than
 # the second share of a step, which noise is.
 _FAR_OFF = 0.05
@@ -82,7 +83,7 @@ def _require_positive(name: str, number: int, default: int) -> None:
 
 
 @dataclass(slots=True)
-class _Account:
+class Account:
     """Seconds that steps have lost for want of something better, and the price of that in seconds."""
 
     price_seconds: float = 0.0
@@ -139,11 +140,13 @@ class ModulePlans:
             ranks=source.ranks,
         )
         self._measurements = Measurements()
+        self.classes = SizeClasses()
         self._compiled = CompiledModules(settings.compiled_variants)
         # Of an earlier training, by the fingerprint of the call.
         self._records: dict[str, Record] = {}
-        self._searching = _Account()
-        self._measuring = _Account()
+        self._estimating = Account()
+        self._searching = Account()
+        self._measuring = Account()
 
     @property
     def plan(self) -> Plan | None:
@@ -224,6 +227,20 @@ class ModulePlans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The plan of a call, made now if there is none."""
+        prepared = None
+        spent_seconds = self.measuring_seconds
+        if not self.together:
+            prepared = self._source.plan_beside(self.name, signature, value)
+        if prepared is None:
+            prepared = self._prepared_alone(signature, value)
+        if self.measuring_seconds > spent_seconds:
+            _tell(signature, prepared, self.measuring_seconds - spent_seconds)
+        facts = None if self.together else self._cuts.facts_besides(signature.cut)
+        self.cache.note_last(signature, prepared, facts, self._source.waiting)
+        return prepared
+
+    def _prepared_alone(self, signature: Signature, value: Any) -> Prepared:
+        """The plan of a call for the budget that is left for it alone."""
         turn = self._source.turn
         spent_seconds = self.measuring_seconds
         cached = self.cache.use(signature, turn)
@@ -238,32 +255,60 @@ class ModulePlans:
         if costs_of(entry).turn != turn:
             entry = replace(costs_of(entry), turn=turn)
         prepared = entry if isinstance(entry, Prepared) else self.plan_again(signature, entry)
-        if cached is None or self.measuring_seconds > spent_seconds:
-            _tell(signature, prepared, self.measuring_seconds - spent_seconds)
-        facts = None if self.together else self._cuts.facts_besides(signature.cut)
-        self.cache.note_last(signature, prepared, facts)
+        if cached is None and self.measuring_seconds == spent_seconds:
+            _tell(signature, prepared, 0.0)
         return prepared
 
     def _new_entry(self, signature: Signature, value: Any) -> Costs | Prepared:
         """A call that is not in the cache: from a checkpoint, from other sizes, or measured."""
-        entry = self._recalled(signature) or self._estimated(signature) or self.measure(signature, value)
-        return self._improved(signature, value, entry)
+        known = self._recalled(signature) or self._covered(signature) or self._estimated(signature)
+        return self._improved(signature, value, known or self.measure(signature, value))
 
     def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
+        if isinstance(entry, Prepared) and entry.costs.origin == "larger size" and not entry.costs.rough_seconds:
+            may_estimate = bool(entry.lost_seconds) and self._estimating.pays(entry.lost_seconds)
+            return (may_estimate and self._estimated(signature)) or entry
         shows_seconds = isinstance(entry, Prepared) and not entry.is_settled and entry.is_timed
         if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self.name):
             entry = self._planned_by_seconds(signature, entry)
         rough_seconds = costs_of(entry).rough_seconds
         if rough_seconds and self._measuring.pays(rough_seconds):
             try:
-                return self.measure(signature, value)
+                if self._is_small_of_rough(signature):
+                    return self.measure(signature, value)
             except ProfilerBusyError:
-                # This plan does until torch's profiler is free; the next call tries again.
-                self._measuring.lost_seconds = self._measuring.price_seconds
+                pass  # this plan does until torch's profiler is free
+            self._measuring.lost_seconds = self._measuring.price_seconds  # the next call may be measured
         if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.pays(entry.lost_seconds):
             return entry.costs
         return entry
+
+    def _is_small_of_rough(self, signature: Signature) -> bool:
+        """True if most sizes whose costs are rough are larger: they are bounded by what this one takes, as well."""
+        sizes = sorted(other.size for other, entry in self.cache if costs_of(entry).rough_seconds)
+        return not sizes or signature.size <= sizes[len(sizes) // 2]
+
+    def costs_beside(self, signature: Signature, value: Any, turn: Turn) -> tuple[Signature, Costs]:
+        """Costs of a call in a step of several, and the signature that they are for: its own, or its class's."""
+        entry = self.cache.use(signature, turn)
+        if entry is None:
+            in_class = self.classes.of(signature)
+            costs = self.class_costs(in_class, turn)
+            if costs is not None:
+                return in_class, costs
+            entry = self._recalled(signature) or self.measure(signature, value)
+        return signature, replace(costs_of(entry), turn=turn)
+
+    def class_costs(self, signature: Signature, turn: Turn) -> Costs | None:
+        """Costs of a class of sizes: known already, or bounds from measured sizes; None if those do not do."""
+        entry = self.cache.use(signature, turn)
+        if entry is not None:
+            return costs_of(entry)
+        estimate = self._measurements.estimate(signature)
+        if estimate is None:
+            return None
+        return Costs(estimate.profile, turn, origin="bounds")
 
     def _recalled(self, signature: Signature) -> Costs | Prepared | None:
         """The entry that a checkpoint has for a call; None if it has none."""
@@ -284,8 +329,31 @@ class ModulePlans:
             return costs
         return self.use_plan(signature, costs, plan)
 
+    def _covered(self, signature: Signature) -> Prepared | None:
+        """The plan of a larger size; None if there is none, or steps have lost what looking for a better one takes."""
+        turn = self._source.turn
+        if not self._source.plans_by_seconds(self.name):
+            return None  # other calls share the budget
+        known = []
+        for other, prepared in self.cache.planned():
+            if prepared.turn == turn and other.differs_in_sizes(signature):
+                known.append((other, prepared))
+        found = covering(signature, known)
+        if found is None:
+            return None
+        larger, lost_seconds = found
+        # Where costs of the larger size are rough, those of this one would be, too, so that looking does not help.
+        rough_seconds = min(lost_seconds, larger.costs.rough_seconds)
+        if not rough_seconds and self._estimating.pays(lost_seconds):
+            return None
+        profile = for_call(larger.profile, signature)
+        costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
+        plan = replace(larger.plan, chain=profile.chain)
+        return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
+
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
+        began = time.perf_counter()
         estimate = self._measurements.estimate(signature)
         if estimate is None:
             return None
@@ -294,6 +362,7 @@ class ModulePlans:
         alike = self.cache.alike(signature, chain.names)
         least_overhead = least_overhead_of(alike, signature.size, chain, budget)
         plan = best_of(chain, alike, signature.size, budget, least_overhead, slots=self._settings.slots)
+        self._estimating.price_seconds = time.perf_counter() - began
         lost_seconds = 0.0
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
@@ -315,7 +384,7 @@ class ModulePlans:
             # Costs that equal a larger size's are that one's bounds, so they say nothing of this one.
             smaller = [(size, prepared) for size, prepared in alike if size <= signature.size]
             rough_seconds = lost_by(plan, least_overhead_of(smaller, signature.size, chain, budget))
-        costs = Costs(profile, estimated=True, rough_seconds=rough_seconds)
+        costs = Costs(profile, origin="bounds", rough_seconds=rough_seconds)
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 
     def _planned_by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
@@ -437,7 +506,7 @@ class ModulePlans:
         """Run a call under a plan from now on."""
         prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen)
         self.cache.put(signature, prepared)
-        self._source.hear(PlanMade(plan))
+        self._source.hear(PlanMade(plan, signature))
         return prepared
 
     # ---------------------------------------------------------------- all calls

@@ -6,6 +6,9 @@ keeps the limit for a larger size keeps it for the new one, so that few schedule
 
     schedules   ──a──┐ ─────b─────┐ ────────c────────┐
     sizes     ──┴────●──x─────────●──────────────────●──►   x runs under b until a better one has paid for its search
+
+The plan of a larger size may run as it is, without a look at what the new size takes (:func:`covering`), or schedules
+are judged with bounds on the new size's own costs (:func:`best_of`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from dataclasses import replace
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.prepared import Prepared
+from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan, scheduled
+from lightning_rotor.planning.size_bounds import is_within
 from lightning_rotor.schedule import Schedule
 
 # Shares of a step by which an overhead is next to the least possible one.
@@ -25,6 +30,35 @@ _SLIGHT = 0.01
 # model. Those of larger sizes fit; of smaller ones, the nearest may.
 _NEAREST_LARGER = 2
 _NEAREST_SMALLER = 2
+
+
+def covering(signature: Signature, known: Iterable[tuple[Signature, Prepared]]) -> tuple[Prepared, float] | None:
+    """The fastest plan of a size that is at least as large in every dimension, and the seconds that it may lose.
+
+    Its peak is an upper bound for the new size. It loses what its overhead is above that of smaller sizes, which need
+    no more recomputation; nothing if that is slight.
+
+    Args:
+        signature: Of the new size.
+        known: Calls that differ from it in sizes alone, with their plans.
+    Returns:
+        None if all are smaller.
+    """
+    best: Prepared | None = None
+    least_overhead = 0.0
+    for other, prepared in known:
+        overhead = prepared.plan.overhead
+        if is_within(signature.shapes, other.shapes):
+            is_kept = prepared.plan.peak_bytes <= prepared.plan.budget_bytes
+            if is_kept and (best is None or overhead < best.plan.overhead):
+                best = prepared
+        elif prepared.is_best_known and is_within(other.shapes, signature.shapes):
+            least_overhead = max(least_overhead, overhead)
+    if best is None:
+        return None
+    if best.plan.overhead <= least_overhead + _SLIGHT:
+        return best, 0.0
+    return best, lost_by(best.plan, least_overhead)
 
 
 def _for_equal_costs(plans: Iterable[Plan], chain: Chain, budget: Budget) -> Plan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -48,16 +48,22 @@ class Costs:
     Attributes:
         profile: As measured, or as follows from measurements of other sizes.
         turn: That a plan will be for.
-        estimated: The costs follow from those of other sizes.
+        origin: Where they come from: they were measured, are bounds that follow from measurements of other sizes, or
+            are those of a larger size as they are.
         rough_seconds: At most lost in each step because such costs may be much too high.
         timed: Schedules that it has run under.
     """
 
     profile: Profile
     turn: Turn = ()
-    estimated: bool = False
+    origin: Literal["measured", "bounds", "larger size"] = "measured"
     rough_seconds: float = 0.0
     timed: tuple[TimedSchedule, ...] = ()
+
+    @property
+    def estimated(self) -> bool:
+        """True if they follow from those of other sizes."""
+        return self.origin != "measured"
 
     def under(
         self, signature: Signature, plan: Plan, *, lost_seconds: float = 0.0, is_chosen: bool = False
@@ -74,7 +80,7 @@ class Costs:
             stopwatch=Stopwatch(meter_for(signature.device)),
         )
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
-        return Prepared(self, plan, executor, runs_plainly, lost_seconds, is_chosen)
+        return Prepared(self, signature, plan, executor, runs_plainly, lost_seconds, is_chosen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,19 +89,24 @@ class Prepared:
 
     Attributes:
         costs: That the plan is for.
+        signature: Of the call that the costs are for. Calls of smaller sizes may run under the plan, too.
         plan: As the executor runs it.
         executor: Runs it.
         runs_plainly: The plan recomputes nothing, and the module's own forward stays inside it, so that runs.
         lost_seconds: At most lost in each step because the schedule is that of another size.
         is_chosen: The user has chosen the schedule.
+        room_bytes: The most that earlier calls of the step may hold when one begins under this plan; None if the plan
+            was made without a look at others.
     """
 
     costs: Costs
+    signature: Signature
     plan: Plan
     executor: Executor
     runs_plainly: bool
     lost_seconds: float = 0.0
     is_chosen: bool = False
+    room_bytes: int | None = None
 
     @property
     def profile(self) -> Profile:
@@ -111,6 +122,11 @@ class Prepared:
     def schedule(self) -> Schedule:
         """The plan's schedule."""
         return self.plan.schedule
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that a call holds until its backward."""
+        return self.plan.simulation.held_bytes
 
     @property
     def is_best_known(self) -> bool:

@@ -46,11 +46,19 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call in the running step."""
+    """A call in the running step.
+
+    Attributes:
+        key: That its plan is for. Its own sizes may be smaller.
+        prepared: With the plan that it has run under.
+        pending: Its backward.
+        signature: Its own.
+    """
 
     key: CallKey
     prepared: Prepared
     pending: ReferenceType[Pending]
+    signature: Signature | None = None
 
     @property
     def waits(self) -> bool:
@@ -149,6 +157,11 @@ class Step:
     def batch(self) -> list[torch.Tensor]:
         """Tensors of the batch; empty if nobody has looked at the start."""
         return [] if self._start is None else self._start.batch
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch; 0 if nobody has looked at the start."""
+        return sum(tensor.nbytes for tensor in self.batch)
 
     @property
     def is_first(self) -> bool:

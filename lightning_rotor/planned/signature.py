@@ -85,6 +85,16 @@ class Signature:
             names,
         )
 
+    def differs_in_sizes(self, other: Signature) -> bool:
+        """True if another one differs in the sizes of tensors at most, and its stages are the same objects."""
+        return (
+            other.cut is self.cut
+            and other.kinds == self.kinds
+            and other.autocast == self.autocast
+            and list(map(len, other.shapes)) == list(map(len, self.shapes))
+            and other.modes == self.modes
+        )
+
     @property
     def size(self) -> int:
         """Elements of all tensors together."""

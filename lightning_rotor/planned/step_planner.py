@@ -34,14 +34,16 @@ from lightning_rotor.planned.budget_source import (
     PlanMade,
     ProfilerBusy,
 )
-from lightning_rotor.planned.joint_plans import JointPlans
+from lightning_rotor.planned.joint_plans import JointPlans, has_room
+from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
-from lightning_rotor.planned.prepared import Turn
+from lightning_rotor.planned.prepared import Prepared, Turn
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
+from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, State, following
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
@@ -55,7 +57,7 @@ from lightning_rotor.profiling.workspaces import take_workspaces
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 # Where sizes change at every step, there is always another plan, and it may never be one that fits, or is watched.
-_MOST_IN_A_ROW = 4
+_MOST_EXCESSES = 4
 
 
 class StepPlanner(BudgetSource):
@@ -94,14 +96,14 @@ class StepPlanner(BudgetSource):
         self._step: Step | None = None
         self._steps_begun = 0
         self._draws = Draws()
+        self._kept_sizes = KeptSizes()
         self._joint_plans = JointPlans(self, self._joint_budget, slots=settings.slots)
         # The highest peak beyond the limit of a step under the plans that take least, and whether the gradients of
         # such a step are to add up until an optimizer steps.
         self._highest_excess: StepPhase | None = None
         self._awaits_optimizer = False
-        # Measured steps beyond the limit, of calls that share it; and steps that new sizes kept from being measured.
-        self._excesses_in_a_row = 0
-        self._interrupted_in_a_row = 0
+        # Measured steps beyond the limit, of calls that share it, since one of a joint plan was inside it.
+        self._excesses = 0
         # Peak of the step before, if that has taken more than the limit and was not the first: a smaller plan, or an
         # error, comes with the next one.
         self._unanswered_bytes = 0
@@ -223,7 +225,6 @@ class StepPlanner(BudgetSource):
         """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
         step.is_over = True
         was_exact = self.watch.is_exact
-        was_interrupted = self.watch.was_interrupted
         is_measured = self.watch.stop()
         if is_measured and was_exact and not self.watch.is_exact:
             # The next step is, if anything can be. Twice in a row, the upper bound has to do.
@@ -246,27 +247,9 @@ class StepPlanner(BudgetSource):
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         self.limit.check_final(step, phases)
-        self._interrupted_in_a_row = self._interrupted_in_a_row + 1 if was_interrupted else 0
-        if self._interrupted_in_a_row >= _MOST_IN_A_ROW:
-            self._judge_by_prediction()
         peak_bytes = self.watch.peak_bytes
         if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
-
-    def _judge_by_prediction(self) -> None:
-        """Judge by predicted peaks where sizes that must be measured come in every step, so that none is watched."""
-        assert self.plan is not None
-        predicted_bytes = self.limit.reserved_bytes + self.plan.peak_bytes
-        if predicted_bytes > self.limit.size_bytes:
-            stage = self.plan.chain.names[self.plan.simulation.peak_stage]
-            self.limit.exceeded_by_prediction(predicted_bytes, stage)
-            return
-        self.loop.warn_once(
-            "RotorCallback has compared no step with mem_limit yet, since each has brought sizes that had to be "
-            f"measured: expected sizes to return. Predicted peaks are within the limit, the last one is "
-            f"{format_bytes(predicted_bytes)}. Pad to a few sizes to have steps measured",
-            topic="sizes",
-        )
 
     def _close_choice(self, step: Step) -> None:
         """The first step has shown which modules it calls."""
@@ -314,13 +297,17 @@ class StepPlanner(BudgetSource):
 
     def _follow(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Plan calls that were alive together as one, by what the step has shown."""
-        all_run_their_plans = all(map(self._joint_plans.running, step.paths))
+        all_run_their_plans = all(map(has_room, step.paths))
         if all_run_their_plans and not self.ranks.any(bool(phases)):
             return
         highest = highest_of(phase for phase in phases if not phase.is_final)
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None and not step.is_first:
-            self._excesses_in_a_row = self._excesses_in_a_row + 1 if exceeds else 0
+            if exceeds:
+                self._excesses += 1
+            elif all_run_their_plans:
+                # Where new sizes come in every step, no plan that an excess has led to ever runs.
+                self._excesses = 0
             self._learn_draw(step, highest.peak_bytes)
         self._joint_plans.follow(step, phases, exceeds=exceeds)
         self.plan = self._joint_plans.largest(step) or self.plan
@@ -328,8 +315,9 @@ class StepPlanner(BudgetSource):
             # A first step takes what no later one does: it makes the optimizers' state, and compiles.
             return
         self._note_excess(highest)
-        has_another_plan = any(call.has_another_plan for call in step.numbers)
-        if not has_another_plan or self._excesses_in_a_row >= _MOST_IN_A_ROW:
+        has_less_to_come = any(call.has_another_plan for call in step.numbers)
+        has_less_to_come &= any(map(self._joint_plans.takes_less, step.paths))
+        if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
             self._exceeded(step)
 
     def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
@@ -340,6 +328,7 @@ class StepPlanner(BudgetSource):
         if not step.is_first:
             # A first one finds nothing of those before it, so it differs anyway.
             self._learn_draw(step, highest.peak_bytes)
+            self._note_sizes(step, highest.peak_bytes)
         # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
 
@@ -353,10 +342,19 @@ class StepPlanner(BudgetSource):
             self._note_excess(highest)
             self._exceeded(step)
 
+    def _note_sizes(self, step: Step, peak_bytes: int) -> None:
+        """Remember for which sizes the limit was kept, as smaller ones keep it too."""
+        for call in step.numbers:
+            if peak_bytes > self.limit.size_bytes:
+                self._kept_sizes.forget(call.key.signature, call.prepared.schedule)
+            else:
+                self._kept_sizes.note(call.key.signature, call.prepared.schedule, step.batch_bytes)
+
     def _learn_draw(self, step: Step, peak_bytes: int) -> None:
         """Compare a step that is not the first with others under the same plans."""
         plans = [call.plan for call in step.numbers]
-        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, processes=self.loop.processes)
+        sizes = tuple(call.signature.shapes for call in step.numbers if call.signature is not None)
+        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, sizes=sizes, processes=self.loop.processes)
 
     def _note_excess(self, highest: StepPhase | None) -> None:
         """Remember the highest peak of steps that no plan has kept inside the limit."""
@@ -414,6 +412,24 @@ class StepPlanner(BudgetSource):
         """Names of the modules whose calls wait for their backward."""
         return () if self._step is None else tuple(call.key.name for call in self._step.waiting)
 
+    @property
+    def waiting(self) -> tuple[Prepared, ...]:
+        """Calls of the running step that wait for their backward, in the order of their forwards."""
+        return () if self._step is None else tuple(call.prepared for call in self._step.waiting)
+
+    def plan_beside(self, name: str, signature: Signature, value: Any) -> Prepared | None:
+        """The plan of a call in a step of several, as a part of theirs; None if the module is to plan it by itself."""
+        step = self._step
+        module = self.modules.named(name)
+        # Several processes plan behind a step, together.
+        if step is None or module is None or not self._mode.is_joint or self.loop.processes > 1:
+            return None
+        before = self._joint_plans.newest
+        prepared = self._joint_plans.beside(module.plans, signature, value, step.waiting)
+        if self._joint_plans.newest is not before:
+            self.plan = self._joint_plans.newest
+        return prepared
+
     def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that a plan for one call may use now: 0 until the step is over, if others share the step."""
         step = self._step
@@ -449,15 +465,17 @@ class StepPlanner(BudgetSource):
                 self._call_begins(value)
             case CallRan():
                 self._call_ran(event)
-            case PlanMade(plan):
-                self._plan_made(plan)
+            case PlanMade(plan, signature):
+                self._plan_made(plan, signature)
             case MeasuringBegins():
-                self.watch.drop()  # for torch has one profiler
+                self.watch.pause()  # for torch has one profiler
             case ModuleCut(name, cut):
                 self.modules.object_to(name, cut)
             case NoChain(name, error):
+                self.watch.resume()  # the module runs plainly next
                 self.modules.refuse(name, error)
             case ProfilerBusy(error):
+                self.watch.resume()
                 self._become(Event.PUT_OFF)
                 self.loop.warn_once(
                     "RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler "
@@ -485,8 +503,8 @@ class StepPlanner(BudgetSource):
         module = self.modules.named(event.name)
         if module is None:  # it is planned no more
             return
-        key = CallKey(module.plans, event.signature, event.prepared.turn)
-        call = Call(key, event.prepared, event.pending)
+        key = CallKey(module.plans, event.prepared.signature, event.prepared.turn)
+        call = Call(key, event.prepared, event.pending, event.signature)
         step.add(call)
         pending = event.pending()
         is_of_interest = self.state is not State.STEADY or self.watch.running
@@ -502,16 +520,18 @@ class StepPlanner(BudgetSource):
             # create_graph=True: the graph of this backward keeps what a recomputation makes.
             self._joint_plans.keep_whole(call.key)
 
-    def _plan_made(self, plan: Plan) -> None:
-        """Watch the steps that follow, from inside the first forward on."""
+    def _plan_made(self, plan: Plan, signature: Signature) -> None:
+        """Watch the steps that follow, from inside the first forward on, unless a larger one has kept the limit."""
         self.plan = plan
         self._become(Event.PLANNED)
+        step = self._step
+        if step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes):
+            return
         self.watch.renew()
         if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return
         self._tell()
-        step = self._step
         if step is not None and not step.is_over and not self.watch.running:
             self.watch.start(self.loop, step.batch)
 

@@ -49,7 +49,7 @@ class StepWatch:
         self._held = WeakTensorKeyDictionary()
         self._held_bytes: dict[int, int] = {}  # by address
         self._gone: list[set[int]] = []  # addresses of those that were gone when each phase began
-        self._was_interrupted = False
+        self._is_paused = False
 
     @property
     def due(self) -> bool:
@@ -60,11 +60,6 @@ class StepWatch:
     def running(self) -> bool:
         """True while a step is being measured."""
         return self._meter is not None
-
-    @property
-    def was_interrupted(self) -> bool:
-        """True if the running step was measured until a new input shape took the profiler."""
-        return self._was_interrupted
 
     def renew(self) -> None:
         """Measure the steps that follow, as there is a new plan."""
@@ -83,9 +78,7 @@ class StepWatch:
     ) -> bool:
         """Begin with a step, at its very start or, when a plan is new, in its first forward.
 
-        Not after an interruption in the same step: what torch's profiler saw begin in one recording (the optimizer's
-        step, around its closure) and end in another, it notes in freed memory, and the process crashes (torch 2.14).
-        Nor inside of a backward, see :meth:`drop`.
+        Not inside of a backward, see :meth:`drop`.
 
         Args:
             loop: The training.
@@ -97,7 +90,7 @@ class StepWatch:
             until the next plan; the other refusals are for this step.
         """
         on_cpu = loop.device().type == "cpu"
-        if self._was_interrupted or (on_cpu and backward_number() is not None):
+        if on_cpu and backward_number() is not None:
             return False
         if on_cpu and loop.profiler_is_taken:
             self.give_up()  # torch has one profiler, and the user wants it
@@ -126,6 +119,7 @@ class StepWatch:
 
     def mark(self, kind: PhaseKind, *, call: int | None = None, optimizer: str = "") -> None:
         """Begin a phase of the step, if it is measured."""
+        self.resume()
         if self._meter is not None:
             self._marks.append(Mark(kind, call, optimizer))
             alive = {address for addresses in self._held.values() for address in addresses}
@@ -134,7 +128,7 @@ class StepWatch:
 
     def stop(self) -> bool:
         """End with a step. True if there are new peaks."""
-        self._was_interrupted = False
+        self.resume()
         recording = self._end()
         if recording is None:
             return False
@@ -153,16 +147,37 @@ class StepWatch:
         self.reserved_bytes = recording.reserved_bytes
         return True
 
+    def pause(self) -> None:
+        """Give torch's one profiler away, as a new input shape is about to be measured. Not inside of a backward."""
+        if self._meter is None or self._is_paused or self._is_inside_of_backward():
+            return
+        self._meter.pause()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Go on after a pause, with what the process held when it began."""
+        if self._meter is None or not self._is_paused:
+            return
+        self._is_paused = False
+        try:
+            self._meter.resume()
+        except ProfilingError:
+            # Somebody else's profiler has begun in between.
+            self._meter = None
+            self._held.clear()
+
     def drop(self) -> None:
-        """Give torch's one profiler back: a new input shape is about to be measured, or training is over.
+        """Give torch's one profiler back, as training is over.
 
         Not inside of a backward, as where torch's checkpoint runs a module again: at its end torch sets back which
         profiler recorded when it began, and one that is over would seem to record for ever.
         """
-        if self._on_cpu and backward_number() is not None:
-            return
-        if self._end() is not None:
-            self._was_interrupted = True
+        if not self._is_inside_of_backward():
+            self._end()
+
+    def _is_inside_of_backward(self) -> bool:
+        """True if the CPU is measured, and a backward runs."""
+        return self._on_cpu and backward_number() is not None
 
     def _end(self) -> Recording | None:
         """The recording of the meter; None if none runs."""
@@ -170,6 +185,7 @@ class StepWatch:
             return None
         recording = self._meter.stop()
         self._meter = None
+        self._is_paused = False
         # Torch moves no parameter of a tensor subclass to which there is a weak reference, nor its gradient.
         self._held.clear()
         return recording

@@ -12,6 +12,7 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
     schedule_search              tables of a chain → the fastest schedule for a budget, and the smallest
     placing                      where what moves is given back and taken again
     move_program                 a second program, over memory and what a link has still to carry
+      bodies                     what its segments recompute
     moving_search                both together: the fastest schedule where something may move
     frontier                     the curve of all budgets
     plan, plan_file              the result as data, and as JSON

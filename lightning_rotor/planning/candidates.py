@@ -12,7 +12,7 @@ A table is a staircase: each stair is a schedule that takes more memory and less
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -102,10 +102,10 @@ class Candidates:
             last_stair = self._hopeful_stair(0)
         return sorted((self[stair] for stair in range(last_stair + 1)), key=by_peak)
 
-    def descended(self, candidate: Simulation) -> Simulation:
-        """The candidate after edits that make it smaller; a long chain, whose judging is slow, gets fewer."""
+    def descended(self, candidate: Simulation, attempts: Iterator[int]) -> Simulation:
+        """The candidate after edits that make it smaller, as long as there are attempts left."""
         untried = iter(neighbours(self.chain, candidate.schedule))
-        for _ in range(max(self.effort.judged_stages // len(self.chain), 1)):
+        for _ in attempts:
             schedule = next(untried, None)
             if schedule is None:
                 break

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_rotor.planning.plan import Plan
 
@@ -35,7 +36,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._peaks: dict[tuple[int, ...], _Peaks] = {}
+        self._peaks: dict[tuple[Any, ...], _Peaks] = {}
         self._calm_steps = 0
         self.are_seen = False
 
@@ -51,11 +52,19 @@ class Draws:
         apart = min(1 << (self._calm_steps // _CALM_STEPS), _MOST_APART)
         return self.are_seen and number % apart == 0
 
-    def learn(self, plans: Iterable[Plan], peak_bytes: int, limit_bytes: int, *, processes: int = 1) -> None:
-        """A step under plans has had a peak."""
+    def learn(
+        self,
+        plans: Iterable[Plan],
+        peak_bytes: int,
+        limit_bytes: int,
+        *,
+        sizes: Hashable = None,
+        processes: int = 1,
+    ) -> None:
+        """A step under plans has had a peak; of other ``sizes``, another one is no draw."""
         unlike = _UNLIKE if processes == 1 else _UNLIKE_BY_THREADS
         unique = {id(plan): plan for plan in plans}
-        key = tuple(sorted(unique))
+        key = (*sorted(unique), sizes)
         before = self._peaks.pop(key, None) or _Peaks((), peak_bytes, peak_bytes)
         is_alike = (1 - unlike) * before.most_bytes <= peak_bytes <= (1 + unlike) * before.least_bytes
         self.are_seen = self.are_seen or not is_alike

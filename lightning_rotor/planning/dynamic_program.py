@@ -65,11 +65,13 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any
 
 import numpy as np
 
-from lightning_rotor.planning.compilation import compiled_solve
-from lightning_rotor.planning.kernels import FIRST, LEAST, NEVER, TAKEN, Requirements, Rows, Seconds, solve
+from lightning_rotor.planning import kernels
+from lightning_rotor.planning.compilation import compiled_kernels, prepare
+from lightning_rotor.planning.kernels import FIRST, LEAST, NEVER, TAKEN, Integers, Requirements, Rows, Seconds
 
 # Columns and lengths of a block.
 _BLOCK = 16
@@ -77,12 +79,21 @@ _BLOCK = 16
 _MOST_THREADS = 4
 # Least stages for compiled code: below, plain Python is faster than loading it.
 _COMPILED_STAGES = 60
+# Seconds that the tables of a chain take in plain Python, as a multiple of its stages cubed.
+_PLAIN_SECONDS = 4e-6
+
+
+def prepare_for(stages: int) -> None:
+    """Tell that a chain of so many stages may be planned: what its tables need is made ready meanwhile."""
+    if stages >= _COMPILED_STAGES:
+        prepare()
 
 
 class Table:
     """Least seconds for every interval and memory of ``0 .. slots``, in ``seconds`` those of the whole step.
 
-    By default compiled code fills it for long chains where Numba is installed; the numbers are the same.
+    By default compiled code fills it for long chains where Numba is installed, once it is compiled; the numbers are the
+    same.
     """
 
     def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
@@ -90,15 +101,19 @@ class Table:
         self.requirements, self._ended = requirements, requirements.ended
         self.rows = _room_for(requirements, slots + 1)
         self.seconds: Seconds = np.full(slots + 1, math.inf)
-        compiled = self._stages >= _COMPILED_STAGES if compiled is None else compiled
-        self._compiled = compiled_solve() if compiled else None
-        self.is_compiled = self._compiled is not None
+        compiled_module = None
+        if compiled:
+            compiled_module = compiled_kernels()
+        elif compiled is None and self._stages >= _COMPILED_STAGES:
+            compiled_module = compiled_kernels(_PLAIN_SECONDS * self._stages**3)
+        self.is_compiled = compiled_module is not None
+        self._kernels: Any = compiled_module or kernels
         self._last_column_begins, self._floor = int(self.rows.used[-1]), 0
 
     def solve(self) -> None:
         """Fill the table, in compiled code block by block: those of a wave do not need each other."""
         top = self._stages - 1
-        if self._compiled is None:
+        if not self.is_compiled:
             self._fill((0, top), (0, top))
         else:
             columns = [(begin, min(begin + _BLOCK, top)) for begin in range(0, top, _BLOCK)]
@@ -111,7 +126,12 @@ class Table:
 
     def _fill(self, columns: tuple[int, int], lengths: tuple[int, int]) -> None:
         """Fill all intervals that end in some columns and have one of some lengths (less one)."""
-        (self._compiled or solve)(self.requirements, self.rows, columns, lengths, self.seconds)
+        self._kernels.solve(self.requirements, self.rows, columns, lengths, self.seconds)
+
+    def traced(self, memory: int) -> Integers:
+        """The schedule behind the seconds for some memory, as :func:`.kernels.traced` returns it."""
+        found: Integers = self._kernels.traced(self.requirements, self.rows, memory)
+        return found
 
     def solve_last_column(self, *, floor: int) -> None:
         """Fill again what ends with the last stage, unless it is so: keeping that stage must leave ``floor`` slots."""

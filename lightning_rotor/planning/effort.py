@@ -61,11 +61,13 @@ class Effort:
     close: float = 0.05
     # With skips, whose bytes the table only approximates, so many of each table's smallest candidates are edited.
     descents: int = 3
-    # Stages, over all schedules, that are simulated for a curve or a descent, and remembered. All that is judged of a
-    # long chain, with its events, would take 100 MB.
+    # Stages, over all schedules, that are simulated for a descent, and remembered. All that is judged of a long chain,
+    # with its events, would take 100 MB.
     judged_stages: int = 50_000
 
-    # The curve of all budgets: questions between its points, times the number of stages. They take a second or two.
+    # Stages, over all schedules of all tables, that are simulated for the curve of all budgets. These take a second.
+    curve_stages: int = 30_000
+    # Questions between its points, times the number of stages. They take a second or two.
     frontier_questions: int = 1500
 
     # Moves to another memory.

@@ -12,6 +12,7 @@ for any other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -69,6 +70,19 @@ class Outside:
     after_bytes: int = 0
     backward_bytes: int = 0
     loss_bytes: int = 0
+
+    def scaled(self, factor: float) -> Outside:
+        """The bytes around larger calls, in proportion; what was less than nothing stays."""
+
+        def grown(size_bytes: int) -> int:
+            return math.ceil(size_bytes * factor) if size_bytes > 0 else size_bytes
+
+        return Outside(
+            grown(self.forward_bytes),
+            grown(self.after_bytes),
+            grown(self.backward_bytes),
+            grown(self.loss_bytes),
+        )
 
     def at_least(self, other: Outside) -> Outside:
         """The larger of each of two measurements."""

@@ -32,7 +32,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def kernel(*, is_entry: bool = False) -> Callable[[_Function], _Function]:
     """Decorator: the function in machine code, in the module that Numba compiles; else as it is.
 
-    ``is_entry`` marks the only one that Python calls. The compiled code of all is kept on disk with it.
+    ``is_entry`` marks those that Python calls. The compiled code of all others is kept on disk with them.
     """
 
     def unchanged(function: _Function) -> _Function:
@@ -116,6 +116,18 @@ class Choices(NamedTuple):
     shift: Integers
     other: Integers
     other_shift: Integers
+
+
+class Decision(NamedTuple):
+    """The best beginning of an interval: a leaf, or a segment up to ``end`` of ``body_memory`` slots."""
+
+    seconds: float
+    option: int  # of the leaf; -1 for a segment
+    end: int
+    body_memory: int
+    variant: int
+    left: int  # slots for what follows
+    source: int  # of the input of what follows
 
 
 @kernel()
@@ -203,6 +215,47 @@ else:
     def lower_to_row(target: Seconds, row: Seconds, more: float) -> None:
         """Lower ``target`` to a row and ``more``."""
         np.minimum(target, row + more, out=target)
+
+
+@kernel()
+def seconds_at(t: Rows, row: int, slot: int) -> float:
+    """A number of the table."""
+    if slot < t.spans[row, FIRST]:
+        return np.inf
+    seconds: float = t.values[t.spans[row, START] + min(slot, t.spans[row, LAST])]
+    return seconds
+
+
+if IS_COMPILED:
+
+    @kernel()
+    def best_of(t: Rows, choices: Choices, memory: int) -> tuple[int, float]:
+        """The fastest of some choices, the first of equal ones, and its seconds: infinite if no memory is enough."""
+        best, best_seconds = 0, np.inf
+        for number in range(len(choices.low)):
+            if choices.low[number] <= memory:
+                seconds = seconds_at(t, choices.row[number], memory - choices.shift[number])
+                seconds = seconds + seconds_at(t, choices.other[number], memory - choices.other_shift[number])
+                seconds = seconds + choices.seconds[number]
+                if seconds < best_seconds:
+                    best, best_seconds = number, seconds
+        return best, best_seconds
+
+else:
+
+    def best_of(t: Rows, choices: Choices, memory: int) -> tuple[int, float]:
+        """The fastest of some choices, the first of equal ones, and its seconds: infinite if no memory is enough."""
+        seconds = _numbers(t, choices.row, memory - choices.shift)
+        seconds = seconds + _numbers(t, choices.other, memory - choices.other_shift) + choices.seconds
+        seconds = np.where(choices.low <= memory, seconds, np.inf)
+        best = int(np.argmin(seconds))
+        return best, float(seconds[best])
+
+    def _numbers(t: Rows, rows: Integers, slots: Integers) -> Seconds:
+        """Numbers of the table by row and slot."""
+        start, first, last = t.spans[rows].T
+        there = slots >= first
+        return np.where(there, t.values[np.where(there, start + np.minimum(slots, last), 0)], np.inf)
 
 
 @kernel()
@@ -310,3 +363,115 @@ def solve(a: Requirements, t: Rows, columns: tuple[int, int], lengths: tuple[int
             if last == len(a.endings) - 1 and length == last:
                 whole[:] = np.inf
                 lower_to_row(whole, splits[0], 0.0)
+
+
+# What :func:`traced` returns a row for, and what it still has to look at.
+OPEN, CLOSE, LEAF, INTERVAL = range(4)
+
+
+@kernel(is_entry=True)
+def traced(a: Requirements, t: Rows, memory: int) -> Integers:
+    """The schedule behind the step's seconds for some memory, from left to right: no table stores it.
+
+    Returns rows of ``OPEN`` or ``CLOSE`` of a segment, or ``LEAF``, its stage and its option. Segments are nested as
+    deeply as the chain is long, so a stack holds what is still to come.
+    """
+    n = len(a.endings)
+    # A stage is in one leaf. Segments contain one another or are apart, so there are less than twice as many of them.
+    found = np.empty((5 * n, 3), np.int64)
+    count = 0
+    pending = np.empty((7 * n, 6), np.int64)
+    depth = put(pending, 0, INTERVAL, memory, 0, n - 1, 0, 0)
+    while depth:
+        depth -= 1
+        kind, memory, first, last = pending[depth, 0], pending[depth, 1], pending[depth, 2], pending[depth, 3]
+        ending, source = pending[depth, 4], pending[depth, 5]
+        if kind != INTERVAL:
+            found[count, 0], found[count, 1], found[count, 2] = kind, memory, first
+            count += 1
+            continue
+        decision = decide(a, t, memory, first, last, ending, source)
+        assert decision.seconds < np.inf, "the table holds no schedule here"
+        if decision.end < last:
+            depth = put(pending, depth, INTERVAL, decision.left, decision.end + 1, last, ending, decision.source)
+        if decision.option >= 0:
+            found[count, 0], found[count, 1], found[count, 2] = LEAF, first, decision.option
+            count += 1
+            continue
+        found[count, 0], found[count, 1], found[count, 2] = OPEN, 0, 0
+        count += 1
+        depth = put(pending, depth, CLOSE, 0, 0, 0, 0, 0)
+        memory, variant = decision.body_memory, decision.variant
+        for end in range(decision.end, first - 1, -1):
+            option, seconds = best_of(t, bare(a, t, first, end, variant), memory)
+            if seconds > seconds_at(t, body_row(a, t, first, end, variant), memory):
+                best = best_ending(a, t, memory, first, end, variant)
+                depth = put(pending, depth, INTERVAL, memory, first, end, best, variant)
+                break
+            depth = put(pending, depth, LEAF, end, option, 0, 0, 0)
+    return found[:count]
+
+
+@kernel()
+def put(pending: Integers, depth: int, kind: int, second: int, third: int, fourth: int, fifth: int, sixth: int) -> int:
+    """Lay a row on a stack; returns its new depth."""
+    row = pending[depth]
+    row[0], row[1], row[2], row[3], row[4], row[5] = kind, second, third, fourth, fifth, sixth
+    return depth + 1
+
+
+@kernel()
+def best_ending(a: Requirements, t: Rows, memory: int, first: int, last: int, variant: int) -> int:
+    """The ending of a body that needs a recomputation."""
+    best, best_seconds = 0, np.inf
+    for ending in range(a.endings[last]):
+        if a.trigger[last, ending] <= memory:
+            seconds = decide(a, t, memory, first, last, ending, variant).seconds
+            if seconds < best_seconds:
+                best, best_seconds = ending, seconds
+    return best
+
+
+@kernel()
+def decide(a: Requirements, t: Rows, memory: int, first: int, last: int, ending: int, source: int) -> Decision:
+    """The best beginning of an interval."""
+    variants, options, is_top = a.bare.shape[1] - 1, a.bare.shape[2], int(last == len(a.endings) - 1)
+    way, seconds = best_of(t, kept(a, t, first, last, ending, source), memory)
+    ways = a.ended[last, ending, source] if first == last else a.kept[first, source]
+    left, following = memory - ways[TAKEN, way], variants + ways[CLASS, way]
+    keeping = Decision(seconds, way % options, first, 0, 0, left, following)
+    variant = source
+    if source >= variants:
+        if memory < a.segment_least[is_top, first, source - variants]:
+            return keeping
+        memory, variant = memory - a.input_slots[first], a.segment_variant[is_top, first, source - variants]
+    if first == last:
+        return keeping
+    choices = segments(a, t, first, last, ending, variant)
+    best, segment_seconds = best_of(t, choices, memory)
+    if seconds <= segment_seconds:
+        return keeping
+    body_memory, left = memory - choices.shift[best], memory - choices.other_shift[best]
+    return Decision(segment_seconds, -1, first + best, body_memory, variant, left, variants)
+
+
+# Dimensions of the arrays that tables hand to the entries, all of which lie in memory in C's order.
+_REQUIREMENTS = (1, 1, 1, 1, 3, 2, 4, 2, 5, 2, 3, 3, 2, 1, 3, 3, 3, 2, 2, 1)
+_FLOATING = ("kept_seconds", "ended_seconds", "bare_seconds", "discard_before")
+
+
+def compile_all(compiled: Any) -> None:
+    """Compile what Python calls in the other module, for the types that tables have, and keep the code in its cache.
+
+    Tables are made of this module's types.
+    """
+    import numba
+
+    arrays: list[Any] = []
+    for name, dimensions in zip(Requirements._fields, _REQUIREMENTS, strict=False):
+        arrays.append(np.zeros((1,) * dimensions, np.float64 if name in _FLOATING else np.int64))
+    arrays.append(0.0)  # segment_seconds
+    one, two, seconds = np.zeros(1, np.int64), np.zeros((1, 3), np.int64), np.zeros(1)
+    requirements, rows = Requirements(*arrays), Rows(0, one, one, two, seconds, one)
+    compiled.solve.compile(tuple(map(numba.typeof, (requirements, rows, (0, 1), (0, 1), seconds))))
+    compiled.traced.compile(tuple(map(numba.typeof, (requirements, rows, 0))))

@@ -34,7 +34,7 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.link import Link
-from lightning_rotor.planning.backtracking import Backtracking
+from lightning_rotor.planning.bodies import Bodies
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.kernels import CLASS, Choices, Integers, Seconds, kept, segments
 from lightning_rotor.planning.requirements import requirements_of
@@ -107,7 +107,7 @@ class MoveProgram:
         table = Table(self._a, slots=self.slots)
         table.solve()
         self._t = table.rows
-        self._backtracking = Backtracking(table)
+        self._bodies = Bodies(table)
         self._sources = self._a.bare.shape[1] - 1  # the first of those that pay for the input
         speed = min(link.out, link.back)
         self._slot_seconds = unit / speed
@@ -137,7 +137,7 @@ class MoveProgram:
             if way.moves:
                 moved.append(len(items))
             if way.option is None:
-                items.append(Segment(self._backtracking.body(m - q - way.body_shift, first, way.end, way.variant)))
+                items.append(Segment(self._bodies.body(m - q - way.body_shift, first, way.end, way.variant)))
             else:
                 items.append(Leaf(first, way.option))
             m, q = self._after(way, first, m, q)

@@ -85,21 +85,25 @@ class ScheduleSearch:
         for table in tables:
             for simulation in table.lowest()[:descents]:
                 starts[simulation.schedule] = simulation
-        descended = tables[0].descended
-        least = min([self.keep_all, *map(descended, starts.values())], key=by_peak)
+        # Shared by all descents, those from the smallest first: a long chain, whose judging is slow, gets fewer.
+        attempts = iter(range(max(self.effort.judged_stages // len(self.chain), 1)))
+        least = self.keep_all
+        for start in sorted(starts.values(), key=by_peak):
+            least = min(least, tables[0].descended(start, attempts), key=by_peak)
         # Edits lead down from other stairs, too. What no budget finds is not there: see Candidates.fastest().
         while True:
             fastest = [table.fastest(least.peak_bytes - 1) for table in tables]
             smaller = [simulation for simulation in fastest if simulation is not None]
             if not smaller:
                 return least
-            least = descended(min(smaller, key=by_peak))
+            least = tables[0].descended(min(smaller, key=by_peak), attempts)
 
     def candidates(self) -> tuple[Simulation, ...]:
         """Every schedule of the tables, by rising peak; of long chains, whose judging is slow, evenly spread ones."""
         candidates = [self.smallest, self.keep_all]
-        for table in self.tables:
-            apart = max(len(table) * len(self.chain) // self.effort.judged_stages, 1)
+        tables = self.tables
+        for table in tables:
+            apart = max(len(table) * len(tables) * len(self.chain) // self.effort.curve_stages, 1)
             candidates += [table[stair] for stair in range(0, len(table), apart)]
         distinct = {id(simulation): simulation for simulation in candidates}
         least = by_peak(self.smallest)

@@ -106,6 +106,11 @@ def _growth(shapes: Shapes, wanted: Shapes) -> float:
     return growth
 
 
+def is_within(shapes: Shapes, larger: Shapes) -> bool:
+    """True if no dimension is larger than that of the other shapes, which have as many."""
+    return all(size <= most for size, most in zip(_flat(shapes), _flat(larger), strict=True))
+
+
 def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
     """Position of the wanted shapes between two others, from 0 to 1; None if they do not lie in between."""
     share = 0.0

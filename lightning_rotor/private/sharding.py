@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass
+from importlib import import_module
 from operator import add
 from typing import Any
 
@@ -185,7 +186,23 @@ def as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
                 unit.module.reshard()
 
     with _unordered(units), undone(put_back):
-        yield
+        try:
+            yield
+        except BaseException:
+            forget_masks()
+            raise
+
+
+def forget_masks() -> None:
+    """Let torch make new masks for tables whose rows are spread over processes (``RowwiseParallel`` of an embedding).
+
+    An embedding leaves its mask for the sum behind it, in a placement that torch keeps for all such calls. A run that
+    ends in between leaves it for ever, and the next call would end in "MaskBuffer has been materialized with
+    conflicting data".
+    """
+    # Else nothing is of its classes.
+    if "torch.distributed.tensor" in sys.modules:
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
 
 
 @contextmanager

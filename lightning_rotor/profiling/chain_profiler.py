@@ -35,6 +35,7 @@ from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
 from lightning_rotor.invertible.check import try_inverse
+from lightning_rotor.planning.dynamic_program import prepare_for
 from lightning_rotor.private.sharding import gathered, units_in
 from lightning_rotor.private.torch_names import without_hooks_of_several
 from lightning_rotor.private.values import require_tensors, tensors_in
@@ -107,6 +108,7 @@ def profile_chain(
             torch's checkpoint by itself.
     """
     require_tensors(sample)
+    prepare_for(len(stages))
     device = tensors_in(sample)[0].device
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
     drawn: set[str] = set()

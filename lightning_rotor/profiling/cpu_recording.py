@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
-from torch.autograd.profiler import profile, record_function
+import torch
 
 from lightning_rotor.errors import ProfilerBusyError
 from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 
-# Marks are events in the same log as the blocks, since its clock is the only one that orders both.
-_MARK = "lightning_rotor::"
+# A mark is a block of this size that is taken and given back at once: the log's clock is the only one that orders marks
+# and blocks, and the log has blocks alone. Nobody else takes so odd a size where a mark has found its block.
+_MARK_BYTES = 97
 _KINETO = "KINETO_LOG_LEVEL"
 
 
@@ -45,7 +47,10 @@ class CpuRecording(Recording):
 
     def __init__(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> None:
         super().__init__()
-        self._log = AllocationLog()
+        # One, and another one after each pause.
+        self._logs: list[AllocationLog] = []
+        # Labels and addresses of marks.
+        self._marks: list[tuple[str, int]] = []
         self._of_step = of_step
         self._older = older
         self._is_running = False
@@ -59,32 +64,50 @@ class CpuRecording(Recording):
         is_set = _KINETO in os.environ
         os.environ.setdefault(_KINETO, "99")
         self._is_running = True
-        self._log.__enter__()
+        self._logs.append(AllocationLog())
+        self._logs[-1].__enter__()
         if not is_set:
             del os.environ[_KINETO]
+
+    def pause(self) -> None:
+        """Give the profiler away until :meth:`resume`. What is taken and given back in between does not count."""
+        self.abandon()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.start()
 
     def abandon(self) -> None:
         """End the profiler if this is the one that runs."""
         if self._is_running and is_profiling():
-            self._log.__exit__(None, None, None)
+            self._logs[-1].__exit__(None, None, None)
         self._is_running = False
 
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        with record_function(_MARK + label):
-            pass
+        # No tensor, which a mode of the user's would see.
+        block = torch.UntypedStorage(_MARK_BYTES)
+        self._marks.append((label, block.data_ptr()))
 
     def stop(self) -> None:
         """End, and fill the phases and the timeline from the log."""
         self.abandon()
-        events = _marks_and_blocks(self._log)
+        events = [event for log in self._logs for event in _blocks_in(log)]
         self.timeline.append((0.0, 0))
-        for event, block in events:
-            if block is None:
-                super().mark(event.name.removeprefix(_MARK))
+        marks = iter(self._marks)
+        label, mark_address = next(marks, ("", None))
+        is_in_mark = False
+        for time_ns, block in events:
+            if is_in_mark:  # its end
+                is_in_mark = False
+                continue
+            if block.ptr == mark_address and block.alloc_size == _MARK_BYTES:
+                super().mark(label)
+                label, mark_address = next(marks, ("", None))
+                is_in_mark = True
                 continue
             self.count(self._counted_bytes(block))
-            seconds = (event.start_time_ns - events[0][0].start_time_ns) / 1e9
+            seconds = (time_ns - events[0][0]) / 1e9
             self.timeline.append((seconds, self.end_bytes))
         super().mark("")
 
@@ -93,8 +116,10 @@ class CpuRecording(Recording):
         size_bytes: int = block.alloc_size
         address = block.ptr
         if size_bytes > 0:
+            # Where a block of this recording was, it was given back in a pause.
+            unseen_bytes = self._own.get(address, 0)
             self._own[address] = size_bytes
-            return size_bytes
+            return size_bytes - unseen_bytes
         if address in self._own:
             own_bytes = self._own.pop(address)
             # Where all older blocks count, the log's own word does, for old and new ones alike.
@@ -105,24 +130,14 @@ class CpuRecording(Recording):
         return size_bytes if self._older is None else -self._older.get(address, 0)
 
 
-def _marks_and_blocks(log: profile) -> list[tuple[Any, Any]]:
-    """Events of the CPU in a log, in order, with the blocks that were taken or (negative sizes) given back."""
+def _blocks_in(log: AllocationLog) -> list[tuple[int, Any]]:
+    """Nanoseconds and blocks of the CPU that were taken or (negative sizes) given back, in order."""
     results = log.kineto_results
     assert results is not None
-    events = []
-    pending = list[Any](results.experimental_event_tree())
-    while pending:
-        event = pending.pop()
-        pending.extend(event.children)
+    blocks = []
+    for event in results.experimental_event_tree():
         block = allocation_of(event)
-        is_wanted = event.name.startswith(_MARK) if block is None else block.device.type == "cpu"
-        if is_wanted:
-            events.append((event, block))
-    events.sort(key=_start_of)
-    return events
-
-
-def _start_of(row: tuple[Any, Any]) -> int:
-    event, _ = row
-    start_ns: int = event.start_time_ns
-    return start_ns
+        if block is not None and block.device.type == "cpu":
+            blocks.append((event.start_time_ns, block))
+    blocks.sort(key=itemgetter(0))
+    return blocks

@@ -33,20 +33,32 @@ class CudaRecording(Recording):
         self._base_bytes = self._kind.levels(self._device).allocated_bytes
         self._kind.reset_peaks(self._device)
 
+    def pause(self) -> None:
+        """Note the levels, for others reset the statistics."""
+        self._note_levels()
+
+    def resume(self) -> None:
+        """Go on from the levels that were noted."""
+        self._base_bytes = self._kind.levels(self._device).allocated_bytes - self.end_bytes
+        self._kind.reset_peaks(self._device)
+
     def mark(self, label: str) -> None:
         """End the current phase and begin the next."""
-        levels = self._kind.levels(self._device)
-        peak_bytes = levels.peak_bytes - self._base_bytes
-        self.reserved_bytes = levels.peak_reserved_bytes
-        self.end_bytes = levels.allocated_bytes - self._base_bytes
-        is_own_peak = not self._of_step or peak_bytes > self._highest_bytes
-        self._highest_bytes = max(self._highest_bytes, peak_bytes)
-        self.phase_peak_bytes = max(self.phase_start_bytes, self.end_bytes)
-        if is_own_peak:
-            self.phase_peak_bytes = max(self.phase_peak_bytes, peak_bytes)
+        self._note_levels()
         super().mark(label)
         if not self._of_step:
             self._kind.reset_peaks(self._device)
+
+    def _note_levels(self) -> None:
+        """Add the levels of this moment to the current phase."""
+        levels = self._kind.levels(self._device)
+        peak_bytes = levels.peak_bytes - self._base_bytes
+        self.reserved_bytes = max(self.reserved_bytes or 0, levels.peak_reserved_bytes)
+        self.end_bytes = levels.allocated_bytes - self._base_bytes
+        self.phase_peak_bytes = max(self.phase_peak_bytes, self.end_bytes)
+        if not self._of_step or peak_bytes > self._highest_bytes:
+            self.phase_peak_bytes = max(self.phase_peak_bytes, peak_bytes)
+        self._highest_bytes = max(self._highest_bytes, peak_bytes)
 
 
 def await_autograd(device: torch.device) -> None:

@@ -58,6 +58,12 @@ class Recording:
         """End the last phase."""
         self.mark("")
 
+    def pause(self) -> None:
+        """Let others measure by the same means until :meth:`resume`. What they leave behind does not count."""
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+
     def abandon(self) -> None:
         """End without phases, where an exception came before :meth:`stop`; nothing after it."""
 

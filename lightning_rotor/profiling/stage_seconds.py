@@ -1,20 +1,22 @@
 """Seconds of a stage: of its forward, of the part of it that a recomputation repeats, and of its backward.
 
 Every number is typical of several runs (:func:`lightning_rotor.execution.stopwatch.typical`). Short stages run more
-often, since one interruption decides what a few runs take. Runs that other work has interrupted are made again.
+often, since one interruption decides what a few runs take. That number is of the faster runs, so only those need to be
+undisturbed: a stage runs until as many of its runs as it looks at were interrupted by no other work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.chain import StageCost
 from lightning_rotor.execution.isolated import lent_buffers
-from lightning_rotor.execution.stopwatch import typical
+from lightning_rotor.execution.stopwatch import typical, typical_rank
 from lightning_rotor.profiling.gradient_layouts import memories_elsewhere
 from lightning_rotor.profiling.interruptions import Interruptions
 from lightning_rotor.profiling.stage_profiler import StageMeasurement, StageProfiler
@@ -24,9 +26,10 @@ _ENOUGH_SECONDS = 0.5
 # Seconds so few that one interruption decides what a few runs take; such stages run more often.
 _SHORT_SECONDS = 0.01
 _MORE_OF_SHORT = 3
-# So many times as many runs are made again at most, because other work has interrupted them. A machine that is always
-# busy must not keep training from beginning.
+# So many times as many runs are made again at most, because other work has interrupted them, and after so many seconds
+# of a stage's runs none is. A machine that is always busy must not keep training from beginning.
 _MOST_INTERRUPTED = 4
+_LONG_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,42 +80,55 @@ class _Runs:
 
     def __init__(self, profiler: StageProfiler) -> None:
         self._profiler = profiler
-        self._forwards: list[float] = []
-        self._backwards: list[float] = []
-        self._retries_left = _MOST_INTERRUPTED * profiler.repeats
+        # Seconds of the forward and of the backward of each run, and of those that nothing has interrupted.
+        self._all: list[tuple[float, float]] = []
+        self._undisturbed: list[tuple[float, float]] = []
 
     @property
     def are_enough(self) -> bool:
-        """True after ``repeats`` runs, of long ones fewer and of short ones more. Together, their number alone counts.
+        """True after ``repeats`` runs, of long ones fewer and of short ones more, if as many as count were undisturbed.
 
-        Processes that exchange messages must run equally often, and their clocks differ.
+        Of processes that exchange messages the number of runs alone decides: they must run equally often, and their
+        clocks differ.
         """
-        number, repeats = len(self._forwards), self._profiler.repeats
+        number, wanted = len(self._all), self._profiler.repeats
         if self._profiler.ranks.together:
-            return number >= repeats
-        seconds = sum(self._forwards) + sum(self._backwards)
+            return number >= wanted
+        # What all runs would have taken undisturbed.
+        seconds = number * fmean(map(sum, self._counting)) if number else 0.0
+        if seconds < _SHORT_SECONDS:
+            wanted *= _MORE_OF_SHORT
         if seconds >= _ENOUGH_SECONDS:
+            wanted = 1
+        if number < wanted:
+            return False
+        if len(self._undisturbed) > typical_rank(wanted):
             return True
-        return number >= (repeats if seconds >= _SHORT_SECONDS else _MORE_OF_SHORT * repeats)
+        # Two runs of a long stage at least, so that one interruption alone does not make its costs.
+        is_long = number > 1 and sum(map(sum, self._all)) >= _LONG_SECONDS
+        return is_long or number >= (1 + _MOST_INTERRUPTED) * wanted
+
+    @property
+    def _counting(self) -> list[tuple[float, float]]:
+        """Runs that nothing has interrupted; all if something always has."""
+        return self._undisturbed or self._all
 
     def add_one(self) -> None:
-        """Run once more. The run does not count if other work has interrupted it."""
+        """Run once more, and see whether other work interrupts that."""
         with lent_buffers(self._profiler.stage):
             interruptions = Interruptions(self._profiler.meter)
-            forward, backward = _timed_run(self._profiler)
-        # In lockstep all processes run as often.
-        if self._retries_left and not self._profiler.ranks.together and interruptions.any():
-            self._retries_left -= 1
-        else:
-            self._forwards.append(forward)
-            self._backwards.append(backward)
+            seconds = _timed_run(self._profiler)
+        self._all.append(seconds)
+        if not interruptions.any():
+            self._undisturbed.append(seconds)
 
     def typical_seconds(self) -> StageSeconds:
-        """Seconds of a run like most of these."""
-        forward = typical(self._forwards)
+        """Seconds of a run like most of those that count."""
+        forwards, backwards = zip(*self._counting, strict=True)
+        forward = typical(forwards)
         with lent_buffers(self._profiler.stage):
             replay = forward * _replayed_share(self._profiler)
-        return StageSeconds(forward, replay, typical(self._backwards))
+        return StageSeconds(forward, replay, typical(backwards))
 
 
 def _timed_run(profiler: StageProfiler) -> tuple[float, float]:

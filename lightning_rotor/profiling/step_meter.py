@@ -51,6 +51,16 @@ class StepMeter:
         if self._recording is not None:
             self._recording.mark(label)
 
+    def pause(self) -> None:
+        """Let others measure until :meth:`resume`."""
+        if self._recording is not None:
+            self._recording.pause()
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`. Raises ``ProfilingError`` as :meth:`start` does."""
+        if self._recording is not None:
+            self._recording.resume()
+
     def stop(self) -> Recording:
         """End and return what was measured."""
         recording, self._recording = self._recording, None

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_rotor import Checkpointable
 from lightning_rotor.planned.cache import PlanCache
 from lightning_rotor.planned.measurements import Measurements
-from lightning_rotor.planned.other_sizes import best_of, least_overhead_of, lost_by
+from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
 from lightning_rotor.planned.prepared import Costs, Prepared, costs_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import minimum_budget, scheduled
@@ -95,3 +95,41 @@ def test_a_new_size_takes_the_fastest_schedule_that_fits() -> None:
     assert lost_by(least, 0.0) > lost_by(least, least.overhead) == 0.0
     assert least_overhead_of([(64, with_plan)], 128, chain, tight) == with_plan.plan.overhead
     assert least_overhead_of([(64, with_plan)], 32, entry_for(32)[1].profile.chain, tight) == 0.0
+
+
+def entries_by_rows(*overheads: tuple[int, bool]) -> list[tuple[Signature, Prepared]]:
+    """Calls of one module with so many rows; those with True recompute all they can."""
+    net = Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(4, 8), show_progress=False)
+    plans = net._planned.plans
+    entries = []
+    for rows, is_lean in overheads:
+        signature, value = plans.bind((torch.randn(rows, 8),), {})
+        costs = plans.measure(signature, value)
+        chain = costs.profile.chain
+        schedule = minimum_budget(chain).schedule if is_lean else Schedule.keep_all(len(chain))
+        budget_bytes = simulate(chain, schedule).peak_bytes
+        entries.append((signature, costs.under(signature, scheduled(chain, schedule, budget_bytes))))
+    return entries
+
+
+def test_a_larger_size_covers_a_smaller_one_and_tells_what_that_may_lose() -> None:
+    small, between, large = entries_by_rows((8, False), (16, True), (32, True))
+    wanted = between[0]
+    assert covering(wanted, [small]) is None
+    assert covering(wanted, [large]) == (large[1], lost_by(large[1].plan, 0.0))
+    assert covering(wanted, [small, large]) == (large[1], lost_by(large[1].plan, 0.0))
+    assert covering(large[0], [between]) is None
+    # A smaller size that needs as much recomputation says that nothing is lost.
+    smaller_lean, other_large = entries_by_rows((8, True), (32, True))
+    found = covering(wanted, [smaller_lean, other_large])
+    assert found is not None
+    assert found[1] <= lost_by(other_large[1].plan, 0.0)
+    # The plan of a size that keeps all is covered for nothing.
+    plain_large = entries_by_rows((32, False))[0]
+    assert covering(wanted, [large, plain_large]) == (plain_large[1], 0.0)
+
+
+def test_a_plan_beyond_its_budget_covers_nothing() -> None:
+    (signature, entry), wanted = entries_by_rows((32, False))[0], entries_by_rows((16, False))[0][0]
+    beyond = entry.costs.under(signature, scheduled(entry.profile.chain, entry.schedule, 1))
+    assert covering(wanted, [(signature, beyond)]) is None

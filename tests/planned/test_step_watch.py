@@ -11,6 +11,7 @@ from torch import nn
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planning.step_phases import PhaseKind
+from lightning_rotor.private.torch_names import is_profiling
 
 WIDTH = 256
 SIZE = WIDTH * WIDTH * 4
@@ -99,14 +100,47 @@ def test_a_sample_after_unwatched_steps_is_exact_at_the_latest_when_repeated() -
     assert phases_of(watch)["OPTIMIZER"] == (3, 4)
 
 
-def test_an_interrupted_step_is_not_watched_again_and_the_next_one_is() -> None:
+def test_what_is_measured_in_a_pause_does_not_count() -> None:
     loop, watch = Loop(), StepWatch()
     assert watch.start(loop, [])
-    watch.drop()
+    before = torch.empty(WIDTH, WIDTH)
+    watch.pause()
+    assert watch.running
+    assert not is_profiling()
+    large = torch.empty(4 * WIDTH, WIDTH)
+    with torch.autograd.profiler.profile(use_kineto=False):
+        del large
+    watch.mark(PhaseKind.FORWARD, call=0)
+    del before
+    after = torch.empty(2 * WIDTH, WIDTH)
+    assert watch.stop()
+    # The weight, and what was made before and behind the pause, of which the older part goes first.
+    assert phases_of(watch)["FORWARD"] == (2, 3)
+    del after
+
+
+def test_a_profiler_of_the_users_that_begins_in_a_pause_ends_the_watch() -> None:
+    loop, watch = Loop(), StepWatch()
+    assert watch.start(loop, [])
+    watch.pause()
+    with torch.autograd.profiler.profile(use_kineto=False):
+        watch.mark(PhaseKind.FORWARD, call=0)
     assert not watch.running
-    assert not watch.start(loop, [])
     assert not watch.stop()
     assert watch.start(loop, [])
+    assert watch.stop()
+
+
+@pytest.mark.parametrize("crossing", ["begins", "ends"])
+def test_a_range_of_the_users_may_reach_over_a_pause(crossing: str) -> None:
+    loop, watch = Loop(), StepWatch()
+    assert watch.start(loop, [])
+    with torch.autograd.profiler.record_function("of the user's"):
+        watch.pause()
+        if crossing == "ends":
+            watch.resume()
+            torch.empty(WIDTH, WIDTH)
+    watch.resume()
     assert watch.stop()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -112,12 +113,12 @@ SCRIPT = """
 import random, sys
 sys.path.insert(0, {root!r})
 from benchmarks.random_chains import random_chain
-from lightning_rotor.planning.compilation import compiled_solve
+from lightning_rotor.planning import compilation
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
 
 def show():
-    compiled_solve.cache_clear()
+    compilation._decorated.cache_clear()
     table = Table(requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5), slots=100, compiled=True)
     assert table.is_compiled is False
     table.solve()
@@ -163,6 +164,6 @@ def test_an_error_in_one_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPat
     requirements = requirements_of(random_chain(random.Random(3), 80, "cnn", grain=4099), unit=1e6)
     table = Table(requirements, slots=50, compiled=True)
     monkeypatch.setattr("lightning_rotor.planning.dynamic_program._cores", lambda: 3)
-    monkeypatch.setattr(table, "_compiled", lambda *_: 1 / 0)
+    monkeypatch.setattr(table, "_kernels", SimpleNamespace(solve=lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         table.solve()

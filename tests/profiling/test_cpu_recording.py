@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,6 +45,29 @@ def test_a_recording_of_a_stage_ignores_older_blocks_and_one_of_a_step_counts_th
     blocks.clear()
     of_step.stop()
     assert (of_step.end_bytes, of_step.given_back) == (-4000, {addresses[1]})
+
+
+def test_a_block_that_went_in_a_pause_counts_no_more_once_its_place_is_taken() -> None:
+    recording = CpuRecording(of_step=True, older={})
+
+    def counted_bytes(address: int, size_bytes: int) -> int:
+        return recording._counted_bytes(SimpleNamespace(ptr=address, alloc_size=size_bytes))
+
+    assert counted_bytes(1, 100) == 100
+    assert counted_bytes(1, 120) == 20
+    assert counted_bytes(1, -120) == -120
+    assert counted_bytes(1, 80) == 80
+
+
+def test_marks_are_no_blocks_of_the_users() -> None:
+    with CpuMeter().recording() as recording:
+        recording.mark("nothing")
+        recording.mark("two")
+        blocks = [torch.UntypedStorage(97) for _ in range(2)]
+        recording.mark("end")
+    levels = [(phase.label, phase.start_bytes, phase.peak_bytes, phase.end_bytes) for phase in recording.phases]
+    assert levels == [("", 0, 0, 0), ("nothing", 0, 0, 0), ("two", 0, 194, 194), ("end", 194, 194, 194)]
+    del blocks
 
 
 def test_an_abandoned_recording_gives_the_profiler_back() -> None:

@@ -42,3 +42,27 @@ def test_a_step_leaves_the_users_statistics_as_they_grow() -> None:
     assert torch.cuda.max_memory_allocated(device) == base + 64 * KIB
     # A lower peak is behind the highest one, so a phase shows the levels at its ends.
     assert [phase.peak_bytes for phase in recording.phases[1:]] == [64 * KIB, 8 * KIB, 8 * KIB]
+
+
+@pytest.mark.gpu
+def test_what_is_measured_in_a_pause_of_a_step_does_not_count() -> None:
+    device = torch.device("cuda", 0)
+    recording = CudaRecording(device, of_step=True)
+    recording.start()
+    recording.mark("step")
+    before = torch.empty(16 * KIB, dtype=torch.uint8, device=device)
+    gone = torch.empty(16 * KIB, dtype=torch.uint8, device=device)
+    del gone
+    recording.pause()
+    inner = CudaRecording(device, of_step=False)
+    inner.start()
+    left = torch.empty(256 * KIB, dtype=torch.uint8, device=device)
+    inner.stop()
+    recording.resume()
+    after = torch.empty(8 * KIB, dtype=torch.uint8, device=device)
+    recording.mark("end")
+    recording.stop()
+    step = recording.first("step")
+    assert (step.start_bytes, step.peak_bytes, step.end_bytes) == (0, 32 * KIB, 24 * KIB)
+    assert inner.peak_bytes == 256 * KIB
+    del before, left, after

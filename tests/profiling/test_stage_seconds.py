@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -85,20 +83,33 @@ def test_options_run_by_turns() -> None:
     assert "".join(order).startswith("abab")
 
 
-def test_interrupted_runs_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("interrupted", "runs"), [([0, 1], 3), ([1, 2], 3), (range(100), 15)], ids=["first", "later", "always"]
+)
+def test_a_stage_runs_until_as_many_runs_as_count_are_undisturbed(
+    monkeypatch: pytest.MonkeyPatch, interrupted: list[int], runs: int
+) -> None:
     monkeypatch.setattr(stage_seconds, "_MOST_INTERRUPTED", 4)
-    calls = []
+    starts = []
+
+    class Interruptions:
+        def __init__(self, meter: CpuMeter) -> None:
+            starts.append(len(starts))
+
+        def any(self) -> bool:
+            return len(starts) - 1 in interrupted
+
+    monkeypatch.setattr(stage_seconds, "Interruptions", Interruptions)
+    monkeypatch.setattr(stage_seconds, "_replayed_share", lambda profiler: 1.0)
 
     class Sleepy(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            calls.append(len(calls))
-            if len(calls) <= 2:
-                time.sleep(0.02)
+            Ticking.time += 0.01 if len(starts) - 1 in interrupted else 0.004
             return x.tanh()
 
-    (seconds,) = seconds_by_turns([profiler_of(Sleepy(), repeats=1)])
-    assert seconds.forward < 0.02
-    assert len(calls) >= 2 + 3
+    (seconds,) = seconds_by_turns([profiler_of(Sleepy(), meter=Ticking(), repeats=3)])
+    assert seconds.forward == pytest.approx(0.01 if len(interrupted) == 100 else 0.004)
+    assert len(starts) == runs
 
 
 def test_a_replay_ends_at_the_last_saved_tensor() -> None:

@@ -230,10 +230,20 @@ def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int
     return tuple(balance)
 
 
-def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str]) -> list[int]:
-    """A balance that counts a model's children, in stages, whose names begin with theirs; any other as it is."""
+def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str], parts: int) -> list[int]:
+    """A balance that counts a model's children, in stages, whose names begin with theirs; any other as it is.
+
+    Raises ``PipelineError`` if it counts children, and not for so many parts.
+    """
     if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
         return list(balance)
+    if len(balance) != parts and len(names) != len(children):
+        listed = ", ".join([*children[:_MOST_NAMED], *(("…", children[-1]) if len(children) > _MOST_NAMED else ())])
+        example = f", such as balance={even_balance(len(children), parts)}" if parts <= len(children) else ""
+        raise PipelineError(
+            f"balance={list(balance)} is for {len(balance)} pipeline stages, and there are {parts}: expected {parts} "
+            f"positive integers that add up to the model's {len(children)} children{example}. They are {listed}"
+        )
     place = {child: number for number, child in enumerate(children)}
     firsts = [place[name.partition(" … ")[0].partition(".")[0]] for name in names]
     lasts = [place[name.rpartition(" … ")[2].partition(".")[0]] for name in names]

@@ -1,0 +1,101 @@
+"""Classes of sizes: calls whose sizes differ a little share costs and a plan, those of the largest sizes of the class.
+
+Only sizes that have differed from call to call are rounded up, so that a batch or a width which is always the same
+stays what it is. No class reaches beyond the largest size that has come so far, where costs would be guesses::
+
+    tokens   ──┬───┬───┬────┬────┬─────┤
+               64  70  77   84   91    97 = the largest one so far       a call of 80 tokens is one of 84
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_rotor.planned.signature import Signature
+
+# Classes an octave. Costs of a class are at most 9 % above those of its smallest sizes where they grow linearly.
+_AN_OCTAVE = 8
+# Logarithms of the classes' own sizes are a hair off, and must not round up.
+_ROUNDING = 1e-9
+_MOST_FAMILIES = 64
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The sizes of one family of calls: those of the first, which of them differed later, and the largest."""
+
+    first: tuple[int, ...]
+    varies: list[bool]
+    largest: list[int]
+
+
+class SizeClasses:
+    """The classes of one module's calls."""
+
+    def __init__(self) -> None:
+        # By the family of signatures.
+        self._seen: dict[Any, _Seen] = {}
+
+    def note(self, signature: Signature) -> None:
+        """A call has come."""
+        sizes = _flat(signature.shapes)
+        family = signature.family
+        seen = self._seen.get(family)
+        if seen is None:
+            self._seen[family] = _Seen(sizes, [False] * len(sizes), list(sizes))
+            for oldest in list(self._seen)[:-_MOST_FAMILIES]:
+                del self._seen[oldest]
+            return
+        for place, size in enumerate(sizes):
+            if size != seen.first[place]:
+                seen.varies[place] = True
+                seen.largest[place] = max(size, seen.largest[place])
+
+    def of(self, signature: Signature) -> Signature:
+        """The signature of the largest sizes in the class of a call."""
+        seen = self._seen.get(signature.family)
+        if seen is None or not any(seen.varies):
+            return signature
+        sizes = []
+        for size, varies, largest in zip(_flat(signature.shapes), seen.varies, seen.largest, strict=True):
+            if varies and size <= largest:
+                size = min(_rounded_up(size), largest)
+            elif varies:
+                size = _rounded_up(size)
+            sizes.append(size)
+        return with_sizes(signature, sizes)
+
+
+def with_sizes(signature: Signature, sizes: Sequence[int]) -> Signature:
+    """The signature with other sizes, in the order of its dimensions."""
+    rest = iter(sizes)
+    shapes = tuple(tuple(next(rest) for _ in shape) for shape in signature.shapes)
+    return signature if shapes == signature.shapes else replace(signature, shapes=shapes)
+
+
+def moved(signature: Signature, before: Signature, now: Signature) -> Signature:
+    """The signature of a later call, where an earlier one of the step has these sizes ``now`` instead of ``before``.
+
+    Sizes that both calls have in common change alike: the nodes and edges of one graph, the batch.
+    """
+    changed = {}
+    if list(map(len, before.shapes)) == list(map(len, now.shapes)):
+        for old, new in zip(_flat(before.shapes), _flat(now.shapes), strict=True):
+            if old != new:
+                changed[old] = new
+    return with_sizes(signature, [changed.get(size, size) for size in _flat(signature.shapes)])
+
+
+def _flat(shapes: Shapes) -> tuple[int, ...]:
+    return tuple([size for shape in shapes for size in shape])
+
+
+def _rounded_up(size: int) -> int:
+    """The largest size of a class."""
+    if size <= 1:
+        return size
+    number = math.ceil(_AN_OCTAVE * math.log2(size) - _ROUNDING)
+    return max(size, int(2 ** (number / _AN_OCTAVE) + _ROUNDING))

@@ -1,0 +1,159 @@
+"""Forces are gradients of energies, and both are in the loss, for molecules of other sizes in each step.
+
+What the first backward makes is kept for the second one, and no plan can drop it. So only measured steps tell what training takes, although
+each of them brings sizes that have to be measured, too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_rotor import BudgetError, RotorCallback
+from lightning_rotor.memory.resident_memory import allocated_bytes
+from lightning_rotor.profiling import StepMeter
+from tests.training import assert_same_training, train
+
+pytestmark = pytest.mark.usefixtures("coarse_tables")
+
+WIDTH = 32
+ATOMS = 20
+
+
+class Interaction(nn.Module):
+    """Atoms hear of those near by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.message = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, atoms: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+        heard = torch.exp(-distances) @ self.message(atoms)
+        return atoms + self.down(functional.silu(self.up(atoms + heard)))
+
+
+class Energy(nn.Module):
+    """Energy of a molecule by the positions of its atoms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(3, WIDTH)
+        self.interactions = nn.ModuleList(Interaction() for _ in range(3))
+        self.readout = nn.Linear(WIDTH, 1)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        distances = (positions[:, None] - positions[None]).square().sum(-1)
+        atoms = self.embedding(positions)
+        for interaction in self.interactions:
+            atoms = interaction(atoms, distances)
+        return self.readout(atoms).sum()
+
+
+class WithForces(Energy):
+    """The forward itself asks for gradients, so that only its parts can be planned."""
+
+    def forward(self, positions: torch.Tensor) -> Any:
+        positions = positions.requires_grad_()
+        energy = super().forward(positions)
+        (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
+        return energy, -gradient
+
+
+class Training(L.LightningModule):
+    """Molecules of ``ATOMS`` atoms, and of so many times more in each further step."""
+
+    def __init__(self, *, in_parts: bool, growth: float = 1.5) -> None:
+        super().__init__()
+        self.net = WithForces() if in_parts else Energy()
+        self.in_parts, self.growth = in_parts, growth
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        positions, forces = (rows[: int(ATOMS * self.growth**batch_idx)] for rows in batch)
+        if self.in_parts:
+            energy, predicted = self.net(positions)
+        else:
+            energy = self.net(positions.requires_grad_())
+            predicted = -torch.autograd.grad(energy, positions, create_graph=True)[0]
+        return energy.square() + (predicted - forces).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+class Peaks(L.Callback):
+    """The peak of each step: by the callback's own watch, or in plain training by a meter."""
+
+    def __init__(self, rotor: RotorCallback | None = None) -> None:
+        self.rotor, self.steps = rotor, list[int | None]()
+        self._meter: StepMeter | None = None
+        self._base_bytes = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, model: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if self.rotor is not None:
+            # So that a step which is not measured shows.
+            self.rotor._planner.watch.peak_bytes = None  # type: ignore[union-attr]
+            return
+        self._meter = StepMeter(model.device)
+        self._meter.start()
+        self._base_bytes = allocated_bytes(model, trainer.optimizers, batch, model.device)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self._meter is not None:
+            self.steps.append(self._base_bytes + self._meter.stop().peak_bytes)
+        elif self.rotor is not None:
+            self.steps.append(self.rotor.measured_peak_bytes)
+
+
+def run(
+    folder: Path, limit: int | str | None, *, steps: int = 5, **options: Any
+) -> tuple[Any, list[int | None], BudgetError | None]:
+    """The training, the peaks of its steps, and the error that ends it."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(400 * steps, 3, generator=generator) for _ in range(2)]
+    rotor = None if limit is None else RotorCallback(limit, show_table=False)
+    peaks = Peaks(rotor)
+    try:
+        trained = train(partial(Training, **options), rows, folder, callback=rotor, callbacks=[peaks], batch_size=400)
+    except BudgetError as error:
+        return None, peaks.steps, error
+    return trained, peaks.steps, None
+
+
+KINDS = [{"in_parts": False}, {"in_parts": True}, {"in_parts": True, "growth": 0.8}]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_step_is_measured_although_its_sizes_are_measured_first(kind: dict[str, Any], tmp_path: Path) -> None:
+    plain, plain_peaks, _ = run(tmp_path, None, **kind)
+    planned, peaks, _ = run(tmp_path, "1GiB", **kind)
+    assert_same_training(plain, planned)
+    for plain_bytes, peak_bytes in list(zip(plain_peaks, peaks, strict=True))[1:]:
+        assert peak_bytes is not None
+        assert plain_bytes is not None
+        # A plan for several calls is made for each size; until then their stages run as lean as they can, one after another.
+        assert 0.8 * plain_bytes < peak_bytes < 1.2 * plain_bytes
+
+
+@pytest.mark.filterwarnings("ignore:the last step of this training")
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_no_step_that_follows_an_excess_exceeds_the_limit_unless_training_ends(
+    kind: dict[str, Any], tmp_path: Path
+) -> None:
+    _, plain_peaks, _ = run(tmp_path, None, **kind)
+    limit = int(0.7 * max(filter(None, plain_peaks[1:])))
+    _, peaks, error = run(tmp_path, limit, **kind)
+    # One step may show it.
+    assert sum(peak_bytes is None or peak_bytes > limit for peak_bytes in peaks[1:]) <= 1
+    if error is None:
+        assert len(peaks) == len(plain_peaks)
+    else:
+        assert error.minimum_bytes > limit
+        assert error.stage
