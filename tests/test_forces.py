@@ -135,7 +135,11 @@ def test_every_step_is_measured_although_its_sizes_are_measured_first(kind: dict
     plain, plain_peaks, _ = run(tmp_path, None, **kind)
     planned, peaks, _ = run(tmp_path, "1GiB", **kind)
     assert_same_training(plain, planned)
+    is_shrinking = kind.get("growth", 1.5) < 1
+    assert peaks[1] is not None
     for plain_bytes, peak_bytes in list(zip(plain_peaks, peaks, strict=True))[1:]:
+        if is_shrinking and peak_bytes is None:
+            continue  # it runs under the plan of a larger size, whose steps were measured
         assert peak_bytes is not None
         assert plain_bytes is not None
         # A plan for several calls is made for each size; until then their stages run as lean as they can, one after another.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rotor.planned.signature import Signature
+from lightning_rotor.planning.size_bounds import Shapes
 
 # Classes an octave. Costs of a class are at most 9 % above those of its smallest sizes where they grow linearly.
 _AN_OCTAVE = 8
