@@ -12,8 +12,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 
 import torch
 
@@ -80,8 +82,7 @@ class FileMemory:
             ) from error
         weakref.finalize(self, os.close, self._file)
         self.places = _Places(limit_bytes)
-        self.writer = ThreadPoolExecutor(1, thread_name_prefix="rotor-out")
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="rotor-back")
+        self.writer, self.reader = _Worker("rotor-out"), _Worker("rotor-back")
 
     @property
     def used_bytes(self) -> int:
@@ -128,6 +129,41 @@ class FileMemory:
             ) from error
         finally:
             memory.release()
+
+
+_Job: TypeAlias = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
+
+
+class _Worker:
+    """A thread that does one job after the other, until this is dropped.
+
+    No pool of Python's: whether a thread may draw random numbers is told by the file that it was started in.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[..., None], *args: Any) -> Future[None]:
+        """Do a job behind all that were submitted before."""
+        future: Future[None] = Future()
+        self._jobs.put((future, job, args))
+        return future
+
+
+def _work(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, function, args = job
+        if future.set_running_or_notify_cancel():
+            try:
+                function(*args)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+        # While the thread waits, no name may hold what the last job was about.
+        del job, future, function, args
 
 
 def _nothing() -> None:

@@ -23,6 +23,7 @@ from lightning_rotor.execution import moving
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.file_memory import FileMemory, _Places
 from lightning_rotor.link import Link
+from lightning_rotor.private.torch_names import threads
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import movable, simulate
@@ -370,6 +371,14 @@ def test_a_full_disk_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pyte
             run(batch)
     gc.collect()
     run(batch).sum().backward()
+
+
+def test_threads_that_copy_do_not_count_as_drawing_random_numbers(tmp_path: Path) -> None:
+    before = threads()
+    memory = FileMemory(tmp_path)
+    _, batch, run = small(memory)
+    run(batch).sum().backward()
+    assert threads() == before
 
 
 def test_places_are_used_again() -> None:
