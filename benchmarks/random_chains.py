@@ -11,7 +11,9 @@ from dataclasses import astuple, replace
 from typing import Literal, get_args
 
 from lightning_rotor.chain import BackwardPeaks, Chain, Option, Skip, StageCost
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.link import Link
+from lightning_rotor.schedule import Item, Leaf, Move, Schedule, Segment
+from lightning_rotor.simulator import movable
 
 Kind = Literal["cnn", "transformer", "heterogeneous", "odd", "options"]
 """
@@ -252,3 +254,23 @@ def _selective(rng: random.Random, index: int, before: int, shape: dict[str, int
             "discard_peak_bytes": shape["output"] if index % 3 else None,
         }
     )
+
+
+def random_moves(rng: random.Random, chain: Chain, schedule: Schedule) -> Schedule:
+    """The schedule with moves of random items, given back and taken again at random points."""
+    items = len(schedule.items)
+    moves = []
+    for number in movable(chain, schedule.items):
+        last = Move.whole(number, items).fetch
+        if rng.random() < 0.7 and last > items - 1:
+            fetch = rng.randint(max(items, number + 2), last)
+            moves.append(Move(number, rng.randint(number + 1, fetch - 1), fetch))
+    return Schedule(schedule.items, tuple(moves))
+
+
+def random_link(rng: random.Random, chain: Chain) -> Link:
+    """A link that carries all that the chain saves in a fifth to five forwards."""
+    saved_bytes = max(sum(stage.keep.kept_bytes for stage in chain), 1)
+    forward_seconds = sum(stage.keep.forward_seconds for stage in chain) or 1e-3
+    speed = saved_bytes / forward_seconds * 2 ** rng.uniform(-2.3, 2.5)
+    return Link(speed, speed * rng.choice((1, 1, 2.4)), latency=0.0)

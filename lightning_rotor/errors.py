@@ -90,6 +90,10 @@ class ExecutionError(RotorError, RuntimeError):
     """A schedule cannot be run: a stage changes its input in place, or a graph is used a second time."""
 
 
+class OffloadError(RotorError, RuntimeError):
+    """What a plan moves to a disk, or to the memory of the host, does not fit there, or cannot be read back."""
+
+
 class MessageError(RotorError, RuntimeError):
     """Processes that exchange messages in a planned module do not run the same, so they cannot agree on a plan."""
 

@@ -14,7 +14,7 @@ class Boundaries:
 
     def __init__(self, chain: Chain) -> None:
         self.live_bytes = 0
-        self._size_bytes = [0, *(stage.output_bytes for stage in chain)]
+        self.size_bytes = [0, *(stage.output_bytes for stage in chain)]
         self.holders = [1] + [0] * len(chain)  # besides saved tensors
         self.saved_by_producer = [0] * (len(chain) + 1)
         self._saved_by_consumer = [0] * (len(chain) + 1)
@@ -42,7 +42,7 @@ class Boundaries:
 
     def bytes(self, boundary: int) -> int:
         """Bytes of it that are alive."""
-        size = self._size_bytes[boundary]
+        size = self.size_bytes[boundary]
         if self.holders[boundary]:
             return size
         if self._dropped[boundary]:

@@ -11,8 +11,18 @@ its input, and runs them again when the backward arrives, under its own items, w
 
 A stage under an option that inverts it is a leaf, too: it keeps its output, from which it rebuilds its input.
 
+What an item of the schedule itself holds until its backward may go to another memory meanwhile (:class:`Move`): the
+saved tensors of a leaf, the input of a segment.
+
 The text form is one line: stage numbers, ``a-b`` for a run of kept stages, ``3:1`` for stage 3 under its option 1,
-``3-7:1`` for a run of such stages, and parentheses around a segment. ``Schedule.parse(str(schedule)) == schedule``.
+``3-7:1`` for a run of such stages, and parentheses around a segment. A ``>`` behind an item moves it::
+
+    3>          memory is given back before the forward of the next item, and taken again before its own backward
+    3>7         ... given back before the forward of stage 7
+    3>b9        ... given back before the backward of stage 9
+    3>7<5       ... and taken again before the backward of stage 5; (1-2)><5 likewise, given back at once
+
+``Schedule.parse(str(schedule)) == schedule``.
 
 Segments may be nested as deeply as the chain is long, so nothing here calls itself for what is inside: a segment knows
 its ends, depth and text from when it was made, what must visit all of it keeps a stack, and pickles hold the text.
@@ -22,8 +32,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TypeAlias
 
@@ -96,6 +106,37 @@ class Segment:
 Item: TypeAlias = Leaf | Segment
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Move:
+    """What an item of a schedule holds goes to another memory, and is back for the item's backward.
+
+    Memory is given back and taken again at *points*, which are places in the program and no moments in time. So what a
+    step takes never depends on how fast copies are. A schedule of ``m`` items has ``2 m`` points::
+
+        point       0   1   ...  m-1     m   ...  2m-2  2m-1
+        before      0   1   ...  m-1    m-1  ...   1     0
+                    forward of item     backward of item
+
+    The copy out begins when the item's forward is done, and the point ``release`` waits for it. The copy back begins at
+    the point ``fetch``, and the item's backward waits for it. What is given back at point ``m`` is so when the forward
+    ends, since the gradient of the loss is there before the backward of the last item begins.
+
+    Attributes:
+        item: Number of the item in :attr:`Schedule.items`.
+        release: Point at which its memory is given back.
+        fetch: Point in the backward at which its memory is taken again.
+    """
+
+    item: int
+    release: int
+    fetch: int
+
+    @classmethod
+    def whole(cls, item: int, items: int) -> Move:
+        """The move that frees memory for longest: given back at once, and taken again just in time."""
+        return cls(item, item + 1, 2 * items - 1 - item)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Schedule:
     """The way in which one training step runs a whole chain.
@@ -103,16 +144,21 @@ class Schedule:
     Attributes:
         items: Cover the stages ``0 .. n-1``, each once, in order. The last one is a segment only where other chains run
             before its backward comes.
+        moves: Items whose memory is given back meanwhile, in the order of the items, at most one move for each.
     Raises:
-        ScheduleError: Stages are missing, repeated or out of order, or a segment ends in a segment.
+        ScheduleError: Stages are missing, repeated or out of order, a segment ends in a segment, or a move gives back
+            no memory.
     """
 
     items: tuple[Item, ...]
+    moves: tuple[Move, ...] = ()
 
     def __post_init__(self) -> None:
         _check_items(self.items)
         if self.items[0].first != 0:
             raise ScheduleError(f"schedule {self} starts at stage {self.items[0].first}: expected stage 0")
+        if self.moves:
+            _check_moves(self.moves, len(self.items))
 
     def __len__(self) -> int:
         """Number of stages."""
@@ -125,7 +171,7 @@ class Schedule:
         return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
-        return text_of(self.items)
+        return " ".join(text for text, _ in _words(self.items, self._moves_as_text()))
 
     @classmethod
     def keep_all(cls, stages: int) -> Schedule:
@@ -142,7 +188,9 @@ class Schedule:
             >>> Schedule.parse("0 (1-3) 4").recomputed
             (1, 2, 3)
         """
-        return cls(_parse(text))
+        items, written = _parse(text)
+        moves = [_parse_move(items, item, words, repr(shorten(text))) for item, words in sorted(written.items())]
+        return cls(items, tuple(moves))
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -150,9 +198,15 @@ class Schedule:
         return tuple(leaf.stage for item in self.items if isinstance(item, Segment) for leaf in leaves(item))
 
     @property
+    def moved(self) -> tuple[int, ...]:
+        """Numbers of the stages that belong to items whose memory is given back meanwhile."""
+        items = [self.items[move.item] for move in self.moves]
+        return tuple(stage for item in items for stage in range(item.first, item.last + 1))
+
+    @property
     def is_plain(self) -> bool:
         """True if every stage is kept, and runs as it is."""
-        return not any(isinstance(item, Segment) or item.option for item in self.items)
+        return not self.moves and not any(isinstance(item, Segment) or item.option for item in self.items)
 
     @property
     def segments(self) -> int:
@@ -168,18 +222,42 @@ class Schedule:
         """The step as rotor's list of operations.
 
         ``Fall i``: forward that keeps everything (rotor's ``Fe``). ``Fck i``: forward without saving that keeps its
-        input. ``Fn i``: forward that saves nothing. ``B i``: backward.
+        input. ``Fn i``: forward that saves nothing. ``B i``: backward. ``Out i``: the copy out of the item that begins
+        with stage i. ``Free i``: its memory is given back once the copy is done. ``Back i``: its memory is taken again
+        for the copy back, for which its backward waits.
         """
-        operations = [*_forward(self.items)]
-        pending = [*self.items]
-        while pending:
-            match pending.pop():
-                case Leaf(stage):
-                    operations.append(f"B {stage}")
-                case Segment(items):
-                    operations.extend(_forward(items))
-                    pending.extend(items)
+        operations: list[str] = []
+        moved = {move.item for move in self.moves}
+        for index, item in enumerate(self.items):
+            operations += self._at_point(index)
+            operations += _forward((item,))
+            if index in moved:
+                operations.append(f"Out {item.first}")
+        for index in reversed(range(len(self.items))):
+            operations += self._at_point(2 * len(self.items) - 1 - index)
+            operations += _backward(self.items[index])
         return tuple(operations)
+
+    def _at_point(self, point: int) -> Iterator[str]:
+        """Operations of moves at a point: what is needed first comes back first."""
+        yield from (f"Free {self.items[move.item].first}" for move in self.moves if move.release == point)
+        yield from (f"Back {self.items[move.item].first}" for move in reversed(self.moves) if move.fetch == point)
+
+    def _moves_as_text(self) -> dict[int, str]:
+        """By item, what stands behind it if it moves."""
+        texts = {}
+        for move in self.moves:
+            whole = Move.whole(move.item, len(self.items))
+            release = "" if move.release == whole.release else self._point_as_text(move.release)
+            fetch = "" if move.fetch == whole.fetch else f"<{self._point_as_text(move.fetch)[1:]}"
+            texts[move.item] = f">{release}{fetch}"
+        return texts
+
+    def _point_as_text(self, point: int) -> str:
+        """The stage that runs behind a point, with a ``b`` in the backward."""
+        if point < len(self.items):
+            return str(self.items[point].first)
+        return f"b{self.items[2 * len(self.items) - 1 - point].last}"
 
 
 def leaves(item: Item) -> Iterator[Leaf]:
@@ -205,6 +283,17 @@ def _depth(items: Iterable[Item]) -> int:
     return max((item.depth for item in items if isinstance(item, Segment)), default=0)
 
 
+def _backward(item: Item) -> Iterator[str]:
+    pending = [item]
+    while pending:
+        match pending.pop():
+            case Leaf(stage):
+                yield f"B {stage}"
+            case Segment(items):
+                yield from _forward(items)
+                pending.extend(items)
+
+
 def _forward(items: Iterable[Item]) -> Iterator[str]:
     for item in items:
         yield f"{'Fck' if isinstance(item, Segment) else 'Fall'} {item.first}"
@@ -219,13 +308,37 @@ def _check_items(items: tuple[Item, ...]) -> None:
             raise ScheduleError(f"stage {right.first} follows stage {left.last}: expected every stage once, in order")
 
 
+def _check_moves(moves: tuple[Move, ...], items: int) -> None:
+    for left, right in pairwise(moves):
+        if left.item >= right.item:
+            raise ScheduleError(f"item {right.item} moves behind item {left.item}: expected each once, in order")
+    for move in moves:
+        if not 0 <= move.item < items:
+            raise ScheduleError(f"item {move.item} of {items} moves: expected a number below {items}")
+        last = Move.whole(move.item, items).fetch
+        if not (move.item < move.release < move.fetch and items <= move.fetch <= last):
+            raise ScheduleError(
+                f"item {move.item} of {items} is given back at point {move.release} and fetched at {move.fetch}: "
+                f"expected it to be given back behind point {move.item}, and fetched behind that, at {items} to {last}"
+            )
+
+
 def text_of(items: tuple[Item, ...]) -> str:
     """Text of items; a run of leaves under one option is ``a-b``."""
-    words: list[str] = []
-    for _, group in groupby(items, lambda item: item if isinstance(item, Segment) else item.option):
-        first, *others = group
-        words.append(f"{first.first}-{others[-1]}" if others else str(first))
-    return " ".join(words)
+    return " ".join(text for text, _ in _words(items, {}))
+
+
+def _words(items: tuple[Item, ...], moves: Mapping[int, str]) -> Iterator[tuple[str, bool]]:
+    """Words of the text of items, and True for segments; ``moves`` is what stands behind those that move."""
+
+    def alike(numbered: tuple[int, Item]) -> tuple[object, str]:
+        number, item = numbered
+        return number if isinstance(item, Segment) else (item.option,), moves.get(number, "")
+
+    for (_, move), group in groupby(enumerate(items), alike):
+        (_, first), *others = group
+        text = f"{first.first}-{others[-1][1]}" if others else str(first)
+        yield text + move, isinstance(first, Segment)
 
 
 _LINE_CHARACTERS = 100
@@ -244,9 +357,9 @@ def schedule_line(schedule: Schedule, *, most_characters: int = _LINE_CHARACTERS
     if len(text) <= most_characters:
         return text
     words: list[str] = []
-    for is_segment, run in groupby(schedule.items, lambda item: isinstance(item, Segment)):
-        items = tuple(run)
-        words += ["(…)"] * len(items) if is_segment else text_of(items).split()
+    for word, is_segment in _words(schedule.items, schedule._moves_as_text()):
+        _, _, move = word.rpartition(")")
+        words.append(f"(…){move}" if is_segment else word)
     text = " ".join(words)
     shown = len(words)
     while len(text) > most_characters and shown:
@@ -258,7 +371,7 @@ def schedule_line(schedule: Schedule, *, most_characters: int = _LINE_CHARACTERS
 
 
 def _parse_segment(text: str) -> Segment:
-    (segment,) = _parse(text)
+    (segment,), _ = _parse(text)
     assert isinstance(segment, Segment)
     return segment
 
@@ -273,6 +386,35 @@ def shorten(text: str) -> str:
 
 
 _LEAVES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?")
+_MOVE = re.compile(r">(?:(b?)([0-9]{1,9}))?(?:<([0-9]{1,9}))?")
+
+
+def _parse_move(items: tuple[Item, ...], number: int, words: str, shown: str) -> Move:
+    """The move of an item from words such as ``>7<5``; ``shown`` is the schedule for messages."""
+    match = _MOVE.fullmatch(words)
+    if match is None:
+        raise ScheduleError(
+            f"schedule {shown} moves by {shorten(words)!r}: expected > behind an item, perhaps with the stages before "
+            "which its memory is given back and taken again, as in 3>, 3>7, 3>b9 or 3>7<5"
+        )
+    is_backward, release, fetch = match.groups()
+    move = Move.whole(number, len(items))
+    if release is not None:
+        move = replace(move, release=_point_of(items, int(release), shown, backward=bool(is_backward)))
+    if fetch is not None:
+        move = replace(move, fetch=_point_of(items, int(fetch), shown, backward=True))
+    return move
+
+
+def _point_of(items: tuple[Item, ...], stage: int, shown: str, *, backward: bool) -> int:
+    """The point before the forward or backward of the item that begins it with a stage."""
+    for number, item in enumerate(items):
+        if stage == (item.last if backward else item.first):
+            return 2 * len(items) - 1 - number if backward else number
+    raise ScheduleError(
+        f"schedule {shown} names stage {stage} for a move: expected the {'last' if backward else 'first'} stage of an "
+        f"item, with which its {'backward' if backward else 'forward'} begins"
+    )
 
 
 def _parse_leaves(token: str, shown: str) -> list[Leaf]:
@@ -292,22 +434,33 @@ def _parse_leaves(token: str, shown: str) -> list[Leaf]:
     return [Leaf(stage, int(option or 0)) for stage in stages]
 
 
-def _parse(text: str) -> tuple[Item, ...]:
+def _parse(text: str) -> tuple[tuple[Item, ...], dict[int, str]]:
+    """The items of a text, and by item what stands behind those that move."""
     shown = repr(shorten(text))
     open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
+    moves: dict[int, str] = {}
     for token in re.findall(r"[()]|[^\s()]+", text):
         if token == "(":
             open_items.append([])
-        elif token == ")":
+            continue
+        before = len(open_items[-1])
+        stages, moved, points = token.partition(">")
+        if token == ")":
             inside = open_items.pop()
             if not open_items:
                 raise ScheduleError(f"schedule {shown} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
+        elif not stages and before and isinstance(open_items[-1][-1], Segment):
+            before -= 1  # the segment that was closed moves
         else:
-            open_items[-1].extend(_parse_leaves(token, shown))
+            open_items[-1].extend(_parse_leaves(stages or token, shown))
+        if moved and len(open_items) > 1:
+            raise ScheduleError(f"schedule {shown} moves {shorten(token)!r} in a segment: expected it outside of one")
+        if moved:
+            moves.update(dict.fromkeys(range(before, len(open_items[-1])), moved + points))
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {shown} lacks a closing parenthesis")
-    return tuple(open_items[0])
+    return tuple(open_items[0]), moves
 
 
 # Functions follow segments into one another, as deeply as those are nested; Python allows a thousand nested calls.

@@ -16,6 +16,11 @@ What is alive, and until when::
                     of parameters: from the stage's backward to the end of the step, or, where they are added to
                     gradients that exist, to the backward of the first stage that uses the parameter
 
+Where the schedule moves an item, what the item holds is there until the move's point of release, and again from its
+point of fetching on. It is copied out and back beside the computation (:mod:`lightning_rotor.link`), which waits for
+the copy out before memory is given back, and for the copy back before the item's backward. So a slow link takes
+seconds, and never bytes.
+
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
 
@@ -25,6 +30,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
+from lightning_rotor.link import Copies, Link
 from lightning_rotor.live_memory import Boundaries, Skips
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
 from lightning_rotor.units import format_bytes, format_seconds
@@ -32,12 +38,15 @@ from lightning_rotor.units import format_bytes, format_seconds
 # Calls for one more segment inside others: a backward in a backward, and then a discarded pass in a discarded pass.
 _CALLS = 3
 
-Phase: TypeAlias = Literal["forward", "recompute", "backward"]
+Phase: TypeAlias = Literal["forward", "recompute", "backward", "wait"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One stage doing one thing; ``inverts`` means a backward that rebuilds the stage's input as well."""
+    """One stage doing one thing; ``inverts`` means a backward that rebuilds the stage's input as well.
+
+    A wait is for a copy of what the item holds that begins with the stage.
+    """
 
     phase: Phase
     stage: int
@@ -54,11 +63,13 @@ class Simulation:
     Attributes:
         schedule: What was simulated.
         peak_bytes: Most that is allocated at any moment, beyond what was allocated when the step began.
-        seconds: Duration of forward, recomputation and backward.
+        seconds: Duration of forward, recomputation, waits and backward.
         recompute_seconds: The part of it that plain training would not spend.
         peak_stage: Number of the stage that sets the peak.
         events: The step in order.
         held_bytes: What is alive between the forward and the backward, beyond what was allocated when the step began.
+        host_bytes: What moves away, all of which is in the other memory between the forward and the backward.
+        stall_seconds: Waits for copies.
     """
 
     schedule: Schedule
@@ -68,6 +79,8 @@ class Simulation:
     peak_stage: int
     events: tuple[Event, ...]
     held_bytes: int = 0
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
 
     @property
     def overhead(self) -> float:
@@ -80,6 +93,9 @@ class Simulation:
         return f"<Simulation of peak {format_bytes(self.peak_bytes)}, {took}>"
 
 
+_Storage: TypeAlias = tuple[Literal["set", "boundary", "skip"], int]
+"""The saved tensors of an item, a boundary, or a skip, by number."""
+
 _APART = 0.02
 """The host's part of running a stage by itself, as a share of that of a segment: 0.9 to 2.5 ms a call of 60 to 200
 stages (one core of an EPYC).
@@ -91,15 +107,36 @@ def seconds_apart(chain: Chain, schedule: Schedule) -> float:
     return 0.0 if schedule.is_plain else _APART * chain.segment_seconds * len(chain)
 
 
-class Conditions(TypedDict, total=False):
-    """The step around a chain: arguments of :func:`simulate` and of everything that plans."""
+class BytesAround(TypedDict, total=False):
+    """The bytes around a chain in a step: what decides which schedules fit."""
 
     gradients_exist: bool
     lingering_bytes: int
 
 
+class Conditions(BytesAround, total=False):
+    """The step around a chain: arguments of :func:`simulate` and of everything that plans."""
+
+    link: Link | None
+
+
+def bytes_around(step: Conditions) -> BytesAround:
+    """The part of some conditions that counts bytes."""
+    around: BytesAround = {}
+    if "gradients_exist" in step:
+        around["gradients_exist"] = step["gradients_exist"]
+    if "lingering_bytes" in step:
+        around["lingering_bytes"] = step["lingering_bytes"]
+    return around
+
+
 def simulate(
-    chain: Chain, schedule: Schedule, *, gradients_exist: bool = False, lingering_bytes: int = 0
+    chain: Chain,
+    schedule: Schedule,
+    *,
+    gradients_exist: bool = False,
+    lingering_bytes: int = 0,
+    link: Link | None = None,
 ) -> Simulation:
     """Run a schedule on paper.
 
@@ -110,13 +147,41 @@ def simulate(
             ones are temporary. By default they appear during the backward and stay.
         lingering_bytes: Held during the forward and freed before the backward, such as the gradients of the step before
             in a loop that calls ``zero_grad`` between the two.
+        link: Over which copies go, for schedules that move something. It changes seconds alone.
     Returns:
         Peak and duration. The peak is exact for the executor of this package on the device of the measurement; where
         gradients exist, it is an upper bound for the chain of a ``Checkpointable``, which is not measured with any.
     Raises:
-        ScheduleError: See :func:`check_schedule`.
+        ScheduleError: See :func:`check_schedule`; or the schedule moves something, and there is no link.
     """
-    return _Simulator(chain, schedule, {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes}).run()
+    if schedule.moves and link is None:
+        raise ScheduleError(
+            f"schedule {schedule} moves what stages hold to another memory, and nothing says how fast copies are: "
+            "expected a link, such as link=Link(25e9, 25e9)"
+        )
+    step: Conditions = {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes, "link": link}
+    return _Simulator(chain, schedule, step).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """What a schedule takes by point (see :class:`lightning_rotor.schedule.Move`), for placing its moves.
+
+    Attributes:
+        simulation: Of the whole step.
+        peak_bytes: By point, the highest level until the next one.
+        freed_bytes: By item that moves, what its release gives back.
+    """
+
+    simulation: Simulation
+    peak_bytes: tuple[int, ...]
+    freed_bytes: dict[int, int]
+
+
+def levels(chain: Chain, schedule: Schedule, step: Conditions) -> Levels:
+    """A simulation, with what a schedule takes by point."""
+    simulator = _Simulator(chain, schedule, step)
+    return Levels(simulator.run(), tuple(simulator.point_bytes), simulator.freed_bytes)
 
 
 def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
@@ -128,7 +193,8 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
     """Raise ``ScheduleError`` unless a schedule belongs to a chain.
 
     Reasons: another number of stages, unknown options, a recomputed stage that must be kept, or an inverted stage whose
-    input must not be dropped: the first of a chain or segment, or one after a stage that needs its exact output.
+    input must not be dropped: the first of a chain or segment, or one after a stage that needs its exact output; or an
+    item moves that holds nothing which could leave.
     """
     if len(schedule) != len(chain):
         raise ScheduleError(f"schedule {schedule} covers {len(schedule)} stages, but the chain has {len(chain)}")
@@ -152,6 +218,33 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
             "must not be dropped: expected it after a segment, an inverted stage or a stage that can do with "
             "a rebuilt output"
         )
+    if schedule.moves:
+        able = set(movable(chain, schedule.items))
+        for move in schedule.moves:
+            if move.item not in able:
+                name = chain.stages[schedule.items[move.item].first].name
+                raise ScheduleError(
+                    f"schedule {schedule} moves the item that begins with stage {name!r}, which holds nothing that "
+                    "can leave: expected a kept stage that saves tensors, or a segment with an input that a stage "
+                    "made, and no inverted stage at or behind it"
+                )
+
+
+def movable(chain: Chain, items: tuple[Item, ...]) -> list[int]:
+    """Numbers of the items that hold something until their backward which can be elsewhere meanwhile."""
+    found = []
+    # The backward of the last item comes at once.
+    for number, item in enumerate(items[:-1]):
+        # An inverted stage drops its input, whoever has saved it, and rebuilds it.
+        near = [each for each in (item, items[number + 1]) if isinstance(each, Leaf)]
+        if any(chain.stages[leaf.stage].options[leaf.option].inverts for leaf in near):
+            continue
+        if isinstance(item, Leaf):
+            if chain.stages[item.stage].options[item.option].saved_tensors:
+                found.append(number)
+        elif item.first and _last_saving(chain, item.items) >= 0:
+            found.append(number)
+    return found
 
 
 def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
@@ -193,6 +286,19 @@ class _Simulator:
         self._outermost = {id(item) for item in schedule.items}
         self._events: list[Event] = []
         self._peak_bytes, self._peak_stage = 0, 0
+        # Of moves. Bytes are the same for every link.
+        self._copies = Copies(step.get("link") or Link(1.0, 1.0))
+        self._moves = {move.item: move for move in schedule.moves}
+        # By storage, the items that gave it back and have not fetched it again,
+        self._away: dict[_Storage, list[int]] = {}
+        # and what of it is in the other memory.
+        self._host_bytes: dict[_Storage, int] = {}
+        self.freed_bytes: dict[int, int] = {}
+        self._point = 0
+        self.point_bytes = [0] * (2 * len(schedule.items))
+        # Events that the clock has counted, and its time.
+        self._clocked = 0
+        self._clock_seconds = 0.0
 
     def record(self) -> None:
         self._other_bytes += self._lingering_bytes
@@ -212,15 +318,29 @@ class _Simulator:
 
     def run(self) -> Simulation:
         self.record()
+        items = len(self._schedule.items)
+        # Before the caller goes on to the loss, whose gradient is there when the backward begins.
+        self._give_back(items)
         held_bytes = self._live_bytes
         # The output now belongs to the caller, so the reference that the forward took is never given back.
-        for item in reversed(self._schedule.items):
-            self._backward(item)
+        for number in reversed(range(items)):
+            self._reach(2 * items - 1 - number)
+            self._await_moved(number)
+            self._backward(self._schedule.items[number])
         host_seconds = self._segment_seconds + seconds_apart(self._chain, self._schedule)
         seconds = sum(event.seconds for event in self._events) + host_seconds
         extra = max(seconds - self._chain.step_seconds, 0.0)
-        events = tuple(self._events)
-        return Simulation(self._schedule, self._peak_bytes, seconds, extra, self._peak_stage, events, held_bytes)
+        return Simulation(
+            self._schedule,
+            self._peak_bytes,
+            seconds,
+            extra,
+            self._peak_stage,
+            tuple(self._events),
+            held_bytes,
+            sum(self._host_bytes.values()),
+            sum(event.seconds for event in self._events if event.phase == "wait"),
+        )
 
     @property
     def _live_bytes(self) -> int:
@@ -234,6 +354,8 @@ class _Simulator:
         self._running = set()
         for index, item in enumerate(items[: end + 1]):
             stops_here = phase == "recompute" and index == end
+            if phase == "forward":
+                self._reach(index)
             match item:
                 case Leaf():
                     self._record_leaf(item, phase, replay=stops_here)
@@ -244,6 +366,8 @@ class _Simulator:
                     if not stops_here:
                         self._discard(item, phase)
             self._move_on(start, item)
+            if phase == "forward" and index in self._moves:
+                self._send(index)
         if phase == "recompute":
             self._skips.hold(self._running, holders=-1)
 
@@ -406,7 +530,120 @@ class _Simulator:
         level = self._live_bytes + extra_bytes
         if level > self._peak_bytes:
             self._peak_bytes, self._peak_stage = level, stage
+        if level > self.point_bytes[self._point]:
+            self.point_bytes[self._point] = level
         return level
+
+    # ---------------------------------------------------------------- moves
+
+    def _reach(self, point: int) -> None:
+        """Give back and take again what moves at a point."""
+        self._point = point
+        if point != len(self._schedule.items):
+            self._give_back(point)
+        # What is needed first comes back first.
+        for move in reversed(self._schedule.moves):
+            if move.fetch == point:
+                self._fetch(move.item)
+
+    def _give_back(self, point: int) -> None:
+        for move in self._schedule.moves:
+            if move.release == point:
+                self._release(move.item)
+
+    def _send(self, number: int) -> None:
+        """Copy out what an item holds, but for what an item before has copied already."""
+        for storage in self._storages_of(number):
+            kind, index = storage
+            size = self._held_by(number, storage)
+            before = self._host_bytes.get(storage, 0)
+            if kind == "boundary":
+                # The stages on both sides may save different parts of it.
+                size = min(before + size, self._boundaries.size_bytes[index]) - before
+            elif before:
+                size = 0
+            self._host_bytes[storage] = before + size
+            self._copies.send(storage, size, self._now())
+
+    def _release(self, number: int) -> None:
+        """Wait for the copies out of an item, and give back what it holds."""
+        storages = self._storages_of(number)
+        self._wait_until(max(map(self._copies.sent, storages), default=0.0), number)
+        before = self._live_bytes
+        for storage in storages:
+            self._hold(number, storage, away=True)
+            self._away.setdefault(storage, []).append(number)
+        self.freed_bytes[number] = before - self._live_bytes
+
+    def _fetch(self, number: int) -> None:
+        """Take again what an item holds. A storage that others gave back as well is there for them, too."""
+        for storage in self._storages_of(number):
+            before = self._live_bytes
+            for other in self._away.pop(storage, ()):
+                self._hold(other, storage, away=False)
+            self._copies.fetch(storage, self._live_bytes - before, self._now())
+
+    def _await_moved(self, number: int) -> None:
+        if number in self._moves:
+            self._wait_until(max(map(self._copies.fetched, self._storages_of(number)), default=0.0), number)
+
+    def _wait_until(self, seconds: float, number: int) -> None:
+        missing = seconds - self._now()
+        if missing > 0:
+            live = self._live_bytes
+            self._events.append(Event("wait", self._schedule.items[number].first, missing, live, live))
+
+    def _now(self) -> float:
+        """Seconds of the step so far."""
+        for event in self._events[self._clocked :]:
+            self._clock_seconds += event.seconds
+        self._clocked = len(self._events)
+        return self._clock_seconds + self._segment_seconds
+
+    def _storages_of(self, number: int) -> list[_Storage]:
+        """What can be elsewhere of what an item holds until its backward."""
+        item = self._schedule.items[number]
+        if isinstance(item, Segment):
+            skips = self._skips.read_by(item)
+            found: list[_Storage] = [("boundary", item.first)]
+        else:
+            skips = set(self._option(item).saved_skips)
+            found = [("set", number), ("boundary", item.stage), ("boundary", item.stage + 1)]
+        ours = [skip for skip in sorted(skips) if self._chain.skips[skip].born >= 0]
+        found += [("skip", skip) for skip in ours if not self._chain.skips[skip].in_output]
+        return [storage for storage in found if self._held_by(number, storage)]
+
+    def _held_by(self, number: int, storage: _Storage) -> int:
+        """Bytes of a storage that an item holds."""
+        kind, index = storage
+        item = self._schedule.items[number]
+        if kind == "skip":
+            return self._chain.skips[index].size_bytes
+        if isinstance(item, Segment):
+            return self._boundaries.size_bytes[index]
+        option = self._option(item)
+        if kind == "set":
+            return option.saved_bytes
+        if index in (0, len(self._chain)):
+            return 0  # the caller's
+        return option.saved_input_bytes if index == item.stage else option.saved_output_bytes
+
+    def _hold(self, number: int, storage: _Storage, *, away: bool) -> None:
+        """An item gives back a storage that it holds, or takes it again."""
+        kind, index = storage
+        item = self._schedule.items[number]
+        size = 0 if away else self._held_by(number, storage)
+        sign = -1 if away else 1
+        if kind == "skip":
+            self._skips.hold((index,), holders=sign)
+        elif kind == "set":
+            self._other_bytes += sign * self._held_by(number, storage)
+        elif isinstance(item, Segment):
+            self._boundaries.update(index, holders=sign)
+        elif index == item.stage:
+            self._boundaries.update(index, consumer=size)
+        else:
+            self._boundaries.update(index, producer=size)
 
 
 def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:

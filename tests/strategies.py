@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from benchmarks.random_chains import KINDS, Kind, random_chain, random_schedule, with_inversion, with_skips
+from benchmarks.random_chains import (
+    KINDS,
+    Kind,
+    random_chain,
+    random_link,
+    random_moves,
+    random_schedule,
+    with_inversion,
+    with_skips,
+)
 from lightning_rotor.chain import Chain
 from lightning_rotor.schedule import Schedule
 
-__all__ = ["KINDS", "Kind", "chains", "random_chain", "random_schedule", "schedules", "with_inversion", "with_skips"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "chains",
+    "random_chain",
+    "random_link",
+    "random_moves",
+    "random_schedule",
+    "schedules",
+    "with_inversion",
+    "with_skips",
+]
 
 
 @st.composite

@@ -23,6 +23,7 @@ ORDER = (
         "shown",
         "chain",
         "schedule",
+        "link",
         "live_memory",
         "simulator",
         "planning",

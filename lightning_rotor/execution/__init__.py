@@ -9,6 +9,7 @@ row. Read in this order:
   change), ``tensors_read``, ``lent_tensors``, ``settings`` and ``observers``.
 - ``inversion``: inputs are rebuilt instead of kept, with ``boundary``, ``moment``, ``nested_backward`` and
   ``drift_guard``.
+- ``moving`` has what items hold elsewhere meanwhile, in a file (``file_memory``).
 - ``pending`` tells when the backward of a call has come, ``stopwatch`` how long it took; ``isolated`` runs without a
   trace.
 """

@@ -18,14 +18,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import ScheduleError
 from lightning_rotor.execution.inversion import Way, run_inverted
+from lightning_rotor.execution.moving import MovingCall, OtherMemory
 from lightning_rotor.execution.passes import run_stage
 from lightning_rotor.execution.segment import NO_STATE, recomputed
 from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.execution.stopwatch import Stopwatch
+from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import Unit, left_as_found, units_in
 from lightning_rotor.private.values import TreeSpec, tree_leaves, tree_unflatten
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, make_room_for
@@ -50,6 +54,7 @@ class Executor:
         root: The user's module, for names in messages.
         inputs: Names of the chain's inputs, for messages.
         stopwatch: Times its calls.
+        memory: Where a schedule moves what it moves.
 
     Attributes:
         schedule: The one that it was given.
@@ -67,8 +72,14 @@ class Executor:
         root: nn.Module | None = None,
         inputs: Sequence[str] = (),
         stopwatch: Stopwatch | None = None,
+        memory: OtherMemory | None = None,
     ) -> None:
         check_schedule(chain, schedule)
+        if schedule.moves and memory is None:
+            raise ScheduleError(
+                f"schedule {schedule} moves what stages hold, and there is no other memory to move it to: expected a "
+                "schedule without moves"
+            )
         # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
@@ -82,25 +93,62 @@ class Executor:
         for stage in self._stages:
             self._names.update(dict.fromkeys(stage.writes, f"output of {stage.name!r}"))
         last_values = self._stages[-1].writes if wanted is None else wanted
-        self.wire, self._run = self._compiled(schedule.items, last_values)
+        self._memory = memory
+        # The running call, if it moves something.
+        self._moving: MovingCall | None = None
+        self.wire, self._run = self._compiled(schedule.items, last_values, is_outermost=True)
 
     def __call__(self, value: Any) -> Any:
         """Run the forward on the first stage's input; autograd does the rest."""
+        if not self.schedule.moves:
+            return self._timed(value)
+        # The module may be called within its own forward.
+        around, self._moving = self._moving, self._moving_call(value)
+        try:
+            output = self._timed(value)
+            if self._moving is not None:
+                self._moving.end_forward()
+            return output
+        finally:
+            self._moving = around
+
+    def _timed(self, value: Any) -> Any:
         return self._run(value) if self.stopwatch is None else self.stopwatch.timed(self._run, value)
 
-    def _compiled(self, items: tuple[Item, ...], wanted: Collection[int]) -> tuple[Wire, _Step]:
+    def _moving_call(self, value: Any) -> MovingCall | None:
+        """What moves in a call; None if it saves nothing here, since somebody else's hooks do."""
+        if not torch.is_grad_enabled() or private.hooks_for_saved_tensors() is not None:
+            return None
+        assert self._memory is not None
+        given = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        staying = [*given]
+        for stage in self._stages:
+            for module in stage.modules:
+                staying += [*module.parameters(), *module.buffers()]
+        storages = [tensor.untyped_storage() for tensor in staying if tensor.layout == torch.strided]
+        return MovingCall(self.schedule, self._memory, storages, given[0].device)
+
+    def _at_top(self, number: int, run: _Step, value: Any) -> Any:
+        """Run an item of the schedule itself."""
+        return run(value) if self._moving is None else self._moving.run(number, run, value)
+
+    def _compiled(
+        self, items: tuple[Item, ...], wanted: Collection[int], *, is_outermost: bool = False
+    ) -> tuple[Wire, _Step]:
         """The wire of some items, and the function that runs them and returns the wanted values."""
         needed = set(wanted)
         wires: list[Wire] = []
         steps: list[_Step] = []
         # From the end, as an item has to return what those behind it read.
-        for item in reversed(items):
+        for number, item in reversed([*enumerate(items)]):
             if isinstance(item, Segment):
                 wire, run = self._compiled(item.items, tuple(needed))
                 step = self._recomputing(item, run, wire.reads)
             else:
                 wire = self._stages[item.stage].wiring.wire
                 step = self._step(item)
+            if is_outermost and self.schedule.moves:
+                step = partial(self._at_top, number, step)
             wires.append(wire)
             steps.append(step)
             needed.update(wire.reads)

@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.execution.first_pass import FirstPass, passing_first
+from lightning_rotor.execution.moving import unpack_moved
 from lightning_rotor.execution.passes import is_checkpointing, is_recomputing, repeating
 from lightning_rotor.execution.recomputation import Recomputation
 from lightning_rotor.execution.segment_state import SegmentState
@@ -108,6 +110,7 @@ class _Inputs:
         self._anew = is_checkpointing() or is_recomputing()
         # None once they are given up.
         self._leaves: list[Any] | None = [*leaves]
+        self._makers = [leaves[place].grad_fn for place in self._tensors]
         if self._hooks is not None:
             # They may move tensors to the host, say, so the originals must not be held here.
             pack, _ = self._hooks
@@ -123,9 +126,11 @@ class _Inputs:
                 "pass retain_graph=True to all but the last backward"
             )
         leaves = [*self._leaves]
-        is_held_here = self._hooks is None and not self._anew
-        if is_held_here and _are_needed_no_more(leaves[place] for place in self._tensors):
+        is_moved = self._hooks is not None and self._hooks[1] is unpack_moved
+        is_held_here = (self._hooks is None or is_moved) and not self._anew
+        if is_held_here and _are_needed_no_more(self._makers):
             self._leaves = None
+            self._makers = []
         for place, (learns, is_leaf) in zip(self._tensors, self._kinds, strict=True):
             tensor = leaves[place]
             if self._hooks is not None:
@@ -148,13 +153,13 @@ class _Inputs:
         return tree_unflatten(leaves, self._spec)
 
 
-def _are_needed_no_more(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if the running backward goes on to all that made some inputs, and frees that graph.
+def _are_needed_no_more(makers: Iterable[Node | None]) -> bool:
+    """True if the running backward goes on to the nodes that made some inputs, and frees that graph.
 
     Any later backward then meets freed nodes, as in plain training, unless they saved nothing. If it leaves out one
     node, another backward may still come from there: two heads that read one input each, or untrained inputs.
     """
-    nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    nodes = [node for node in makers if node is not None]
     # Outside of a backward, somebody unpacks saved tensors by hand, and may do so again.
     if not nodes or private.backward_number() is None or private.backward_keeps_graph():
         return False

@@ -10,6 +10,10 @@ In: a chain and a budget. Out: a plan, or the least budget that works; the curve
       backtracking               table → schedules
     candidates, edits            schedules near a budget, judged in bytes by the simulator, and changes of them
     schedule_search              tables of a chain → the fastest schedule for a budget, and the smallest
+    placing                      where what moves is given back and taken again
+    move_program                 a second program, over memory and what a link has still to carry
+      bodies                     what its segments recompute
+    moving_search                both together: the fastest schedule where something may move
     frontier                     the curve of all budgets
     plan, plan_file              the result as data, and as JSON
     solver                       budget → plan, or the error that says what would do

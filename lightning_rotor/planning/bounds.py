@@ -53,6 +53,14 @@ time of segments, states that they remember, skips that a gap must read. Saved s
 rebuilds it for the set of the stage before alone. So no inverse gives a boundary that a gap or a rerun needs. Left out
 is that the stage before may need every bit of what it saved.
 
+**Over a link** something may be elsewhere at each of these moments. It was copied out before, and comes back behind it.
+In a step of ``T`` seconds that is at most
+
+    min(bytes per second out × (T - what must still run),  bytes per second back × (T - what has run for sure))
+
+and at most what the other memory has room for. So every moment has room for so much more, and the bound is the least
+``T`` that the moments allow with the rooms that ``T`` itself gives them.
+
 Knapsacks over one moment and the linear relaxation of Checkmate's program (Jain et al., arXiv:1910.02653) are looser,
 see ``benchmarks/oracle.py``. The recursion is rotor's (Beaumont et al., hal-02352969) turned around: there gaps share
 the memory and give a schedule, here each has all of it and they give a bound.
@@ -62,17 +70,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import numpy as np
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link
 from lightning_rotor.planning import effort
 from lightning_rotor.planning.kernels import Seconds
 from lightning_rotor.planning.least_costs import LeastStage, LeastWay, least_stages
-from lightning_rotor.simulator import Conditions
+from lightning_rotor.simulator import Conditions, bytes_around
 
 _Key: TypeAlias = tuple[int, Literal["no", "kept", "gap"]]
 """A boundary that is not held: the part of it that the stage before saves, and whether that stage makes it again.
@@ -83,21 +94,97 @@ If it does as the end of a gap, the next gap must not begin there: the two would
 ROUNDING = 1e-12
 """Relative difference between sums of the same durations in another order."""
 
+# With a link the bound is found by halving an interval, so many times.
+_HALVINGS = 8
+# How often the upper end of that interval is doubled before the lower one counts.
+_MOST_DOUBLINGS = 30
+
 
 @lru_cache(maxsize=32)
 def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditions]) -> float:
     """Least seconds of any execution within a budget, as far as is proven.
 
-    Takes about 0.2 s for 50 stages. The last results are remembered.
+    Takes about 0.2 s for 50 stages, and ten times that with a link. The last results are remembered.
 
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
-        step: ``gradients_exist`` and ``lingering_bytes``.
+        step: ``gradients_exist``, ``lingering_bytes`` and ``link``.
     Returns:
         At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
-    stages = least_stages(chain, budget_bytes, **step)
+    stages = least_stages(chain, budget_bytes, **bytes_around(step))
+    link = step.get("link")
+    if link is None:
+        return _bound_within(stages, budget_bytes)
+    return _bound_over(link, chain, stages, budget_bytes)
+
+
+def _bound_over(link: Link, chain: Chain, stages: list[LeastStage], budget_bytes: int) -> float:
+    """The bound where a link may carry bytes away and back."""
+    forward = [stage.first_seconds for stage in stages]
+    backward = [min(option.backward_seconds for option in stage.options) for stage in chain]
+    low = (sum(forward) + sum(backward)) * (1 - ROUNDING)
+
+    def allowed_by(seconds: float) -> float:
+        """The bound of steps that take no longer than this."""
+        roomier, most_bytes = _with_rooms(link, stages, forward, backward, seconds)
+        return _bound_within(roomier, budget_bytes + most_bytes)
+
+    if allowed_by(low) <= low * (1 + 2 * ROUNDING):
+        return low
+    # More seconds give more room, so the bound falls, and what takes less than it cannot be.
+    high = 2 * low
+    for _ in range(_MOST_DOUBLINGS):
+        if allowed_by(high) <= high:
+            break
+        low, high = high, 2 * high
+    else:
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if allowed_by(middle) <= middle:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _with_rooms(
+    link: Link, stages: list[LeastStage], forward: list[float], backward: list[float], seconds: float
+) -> tuple[list[LeastStage], int]:
+    """The stages with room for what can be elsewhere in a step of so many seconds, and the most of that."""
+    before_forward = [0.0, *accumulate(forward)]
+    before_backward = [0.0, *accumulate(reversed(backward))][::-1]  # of the stages behind
+    whole = before_forward[-1] + before_backward[0]
+
+    def elsewhere(done: float, left: float) -> int:
+        sent = link.out * max(seconds - left, 0.0)
+        fetched = link.back * max(seconds - done, 0.0)
+        away = math.ceil(min(sent, fetched))
+        return away if link.room_bytes is None else min(away, link.room_bytes)
+
+    roomier = []
+    most_bytes = 0
+    for number, stage in enumerate(stages):
+        # While a stage runs it is neither done nor still to come.
+        done_backward = before_forward[-1] + before_backward[number + 1]
+        away = elsewhere(done_backward, whole - done_backward - backward[number])
+        done_forward = before_forward[number]
+        away_forward = elsewhere(done_forward, whole - done_forward - forward[number])
+        most_bytes = max(most_bytes, away, away_forward)
+        roomier.append(
+            replace(
+                stage,
+                room_bytes=stage.room_bytes + away,
+                forward_room_bytes=stage.forward_room_bytes + away_forward,
+            )
+        )
+    return roomier, most_bytes
+
+
+def _bound_within(stages: list[LeastStage], budget_bytes: int) -> float:
+    """The bound for stages and the rooms that they have; none of these is larger than the budget."""
     n = len(stages)
     limits = effort.current
     # A gap of each length up to ``reach`` from each stage takes n · reach² / 2 sums of rows with so many slots.

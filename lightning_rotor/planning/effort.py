@@ -70,6 +70,21 @@ class Effort:
     # Questions between its points, times the number of stages. They take a second or two.
     frontier_questions: int = 1500
 
+    # Moves to another memory.
+
+    # Slots of the program over memory and link, whose work grows with their square,
+    moved_slots: int = 100
+    # and how many memories at and below the budget are asked of it.
+    moved_memories: int = 7
+    # Stages, over all schedules, for which points are placed: those of the tables,
+    moved_stages: int = 5_000
+    # and those of edits.
+    moved_edits: int = 3_000
+    # Most subsets of a schedule's items that are tried; of more items only all of them, and all but one.
+    moved_subsets: int = 32
+    # Budgets of a curve.
+    moved_budgets: int = 16
+
     # The lower bound.
 
     # Sums for its gaps: these last about 0.1 s.

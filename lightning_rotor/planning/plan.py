@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PlanError
+from lightning_rotor.link import Link
 from lightning_rotor.planning import plan_file
 from lightning_rotor.planning.bounds import lower_bound_seconds
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.frontier import Frontier, frontier_of
-from lightning_rotor.planning.schedule_search import ScheduleSearch, fine_slots
+from lightning_rotor.planning.moving_search import MovingSearch
+from lightning_rotor.planning.schedule_search import fine_slots
 from lightning_rotor.schedule import Schedule, leaves, schedule_line
 from lightning_rotor.shown import Shown, table_of
 from lightning_rotor.simulator import Conditions, Simulation, simulate
@@ -33,6 +35,7 @@ class Plan(Shown):
         gradients_exist: See :func:`lightning_rotor.simulator.simulate`.
         lingering_bytes: See :func:`lightning_rotor.simulator.simulate`.
         slots: Memory levels that the program told apart.
+        link: Over which it may move what stages hold; None if it moves nothing.
     """
 
     chain: Chain
@@ -43,11 +46,13 @@ class Plan(Shown):
     gradients_exist: bool = False
     lingering_bytes: int = 0
     slots: int = DEFAULT_SLOTS
+    link: Link | None = None
 
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for whatever simulates or plans it."""
-        return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        step: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return step if self.link is None else {**step, "link": self.link}
 
     @property
     def peak_bytes(self) -> int:
@@ -82,6 +87,21 @@ class Plan(Shown):
         return self.schedule.recomputed
 
     @property
+    def moved(self) -> tuple[int, ...]:
+        """Numbers of the stages whose saved tensors, or whose segment's input, are elsewhere meanwhile."""
+        return self.schedule.moved
+
+    @property
+    def host_bytes(self) -> int:
+        """Most that is in the other memory at a time."""
+        return self.simulation.host_bytes
+
+    @property
+    def stall_seconds(self) -> float:
+        """Simulated waits for copies, a part of ``seconds``."""
+        return self.simulation.stall_seconds
+
+    @property
     def inverted(self) -> tuple[int, ...]:
         """Numbers of the stages that drop their input and rebuild it from their output."""
         stages = self.chain.stages
@@ -95,7 +115,7 @@ class Plan(Shown):
 
     def frontier(self) -> Frontier:
         """The curve of memory against time for the plan's chain, which is solved once more: a plan holds no tables."""
-        search = ScheduleSearch(self.chain, slots=fine_slots(len(self.chain), self.slots), **self.conditions)
+        search = MovingSearch(self.chain, slots=fine_slots(len(self.chain), self.slots), **self.conditions)
         return frontier_of(search, budget_bytes=self.budget_bytes)
 
     def to_plain(self) -> dict[str, Any]:
@@ -103,8 +123,10 @@ class Plan(Shown):
         return {
             "schedule": str(self.schedule),
             "budget_bytes": self.budget_bytes,
-            **self.conditions,
+            "gradients_exist": self.gradients_exist,
+            "lingering_bytes": self.lingering_bytes,
             "slots": self.slots,
+            **({} if self.link is None else {"link": asdict(self.link)}),
         }
 
     def save(self, path: Path | str) -> None:
@@ -129,10 +151,11 @@ class Plan(Shown):
 
     def summary(self) -> str:
         """The plan on one line."""
+        moved = f", {len(self.moved)} moved" if self.moved else ""
         return (
             f"{len(self.chain)} stages within {format_bytes(self.budget_bytes)}: peak {format_bytes(self.peak_bytes)}, "
             f"{format_seconds(self.seconds)} per step (+{self.overhead:.1%}), "
-            f"{len(self.recomputed)} stages recomputed: {schedule_line(self.schedule)}"
+            f"{len(self.recomputed)} stages recomputed{moved}: {schedule_line(self.schedule)}"
         )
 
     def table(self) -> Any:
@@ -169,7 +192,16 @@ def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
         slots=max(plan_file.whole_number(record, "slots"), 1),
         gradients_exist=bool(record["gradients_exist"]),
         lingering_bytes=plan_file.whole_number(record, "lingering_bytes"),
+        link=_link_of(record),
     )
+
+
+def _link_of(record: Mapping[str, Any]) -> Link | None:
+    link = record.get("link")
+    if link is None:
+        return None
+    room_bytes = None if link["room_bytes"] is None else plan_file.whole_number(link, "room_bytes")
+    return Link(link["out"], link["back"], link["latency"], room_bytes)
 
 
 def plan_for(plan: Plan, chain: Chain) -> Plan:

@@ -18,7 +18,8 @@ from lightning_rotor.chain import Chain, StageIdentity
 from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.schedule import shorten
 
-_FORMAT = 1
+# The second one has a link, for plans that may move what stages hold. All others can still be read by older versions.
+_FORMAT, _FORMAT_WITH_LINK = 1, 2
 _MOST_BITS = 63
 
 
@@ -34,16 +35,19 @@ def content_of(chain: Chain, plain_plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def write(path: Path | str, content: Mapping[str, Any]) -> None:
     """Write a plan's content to a file, which is replaced if it exists."""
-    versioned = {"format": _FORMAT, **content}
+    version = _FORMAT_WITH_LINK if "link" in content else _FORMAT
+    versioned = {"format": version, **content}
     Path(path).write_text(json.dumps(versioned, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path | str) -> Mapping[str, Any]:
     """The content of a file of this version; a ``PlanError`` of another version, many others of a damaged file."""
     content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    if content["format"] != _FORMAT:
+    if content["format"] not in (_FORMAT, _FORMAT_WITH_LINK):
         version = shorten(repr(content["format"]))
-        raise PlanError(f"{path} has format {version}: expected {_FORMAT}, written by this version")
+        raise PlanError(
+            f"{path} has format {version}: expected {_FORMAT} or {_FORMAT_WITH_LINK}, written by this version"
+        )
     return content
 
 

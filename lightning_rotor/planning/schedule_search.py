@@ -26,7 +26,7 @@ from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.planning.retained_skips import retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
-from lightning_rotor.simulator import Conditions, Simulation, simulate
+from lightning_rotor.simulator import BytesAround, Conditions, Simulation, bytes_around, simulate
 from lightning_rotor.units import is_positive_integer
 
 
@@ -48,25 +48,25 @@ class ScheduleSearch:
         self.chain = chain
         self.slots = slots
         self.step = step
-        self._effort = effort.current
+        self.effort = effort.current
         # Tables share what they judge. All that is judged of a long chain, with its events, would take 100 MB.
-        remembered = max(self._effort.judged_stages // len(chain), 1)
+        remembered = max(self.effort.judged_stages // len(chain), 1)
         self._judge: Callable[[Schedule], Simulation] = lru_cache(remembered)(partial(simulate, chain, **step))
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     def fastest(self, budget_bytes: int) -> Simulation | None:
         """The fastest schedule that fits; None if none does."""
-        if self._keep_all.peak_bytes <= budget_bytes and no_schedule_is_faster(self.chain):
-            return self._keep_all  # saves the table, which takes seconds for a long chain
+        if self.keep_all.peak_bytes <= budget_bytes and no_schedule_is_faster(self.chain):
+            return self.keep_all  # saves the table, which takes seconds for a long chain
         of_tables = [table.fastest(budget_bytes) for table in self._for_all]
-        reaching = [top for top in self._finer_tops if budget_bytes <= self._effort.beyond * top]
+        reaching = [top for top in self._finer_tops if budget_bytes <= self.effort.beyond * top]
         if reaching:
             finest = self._up_to(reaching[-1])
             of_tables.append(finest.fastest(budget_bytes))
         fitting = [simulation for simulation in of_tables if simulation is not None]
-        if self._keep_all.peak_bytes <= budget_bytes:
-            fitting.append(self._keep_all)
-        least_bytes = self._for_all[0].lowest_bytes * (1 + self._effort.close)
+        if self.keep_all.peak_bytes <= budget_bytes:
+            fitting.append(self.keep_all)
+        least_bytes = self._for_all[0].lowest_bytes * (1 + self.effort.close)
         if of_tables[0] is None or of_tables[0].peak_bytes <= least_bytes:
             if self.smallest.peak_bytes > budget_bytes:
                 return None
@@ -80,14 +80,14 @@ class ScheduleSearch:
         if self._finer_tops:
             tables.append(self._up_to(self._finer_tops[-1]))
         has_skips = tables[0].thorough and bool(self.chain.skips)
-        descents = self._effort.descents if has_skips else 1
+        descents = self.effort.descents if has_skips else 1
         starts: dict[Schedule, Simulation] = {}
         for table in tables:
             for simulation in table.lowest()[:descents]:
                 starts[simulation.schedule] = simulation
         # Shared by all descents, those from the smallest first: a long chain, whose judging is slow, gets fewer.
-        attempts = iter(range(max(self._effort.judged_stages // len(self.chain), 1)))
-        least = self._keep_all
+        attempts = iter(range(max(self.effort.judged_stages // len(self.chain), 1)))
+        least = self.keep_all
         for start in sorted(starts.values(), key=by_peak):
             least = min(least, tables[0].descended(start, attempts), key=by_peak)
         # Edits lead down from other stairs, too. What no budget finds is not there: see Candidates.fastest().
@@ -100,23 +100,28 @@ class ScheduleSearch:
 
     def candidates(self) -> tuple[Simulation, ...]:
         """Every schedule of the tables, by rising peak; of long chains, whose judging is slow, evenly spread ones."""
-        candidates = [self.smallest, self._keep_all]
-        tables = [*self._for_all, *map(self._up_to, self._finer_tops)]
+        candidates = [self.smallest, self.keep_all]
+        tables = self.tables
         for table in tables:
-            apart = max(len(table) * len(tables) * len(self.chain) // self._effort.curve_stages, 1)
+            apart = max(len(table) * len(tables) * len(self.chain) // self.effort.curve_stages, 1)
             candidates += [table[stair] for stair in range(0, len(table), apart)]
         distinct = {id(simulation): simulation for simulation in candidates}
         least = by_peak(self.smallest)
         return tuple(sorted((each for each in distinct.values() if by_peak(each) >= least), key=by_peak))
 
     @cached_property
-    def _keep_all(self) -> Simulation:
+    def keep_all(self) -> Simulation:
         """Without recomputation, every stage under the fastest of its options."""
         return self._judge(keep_all_fastest(self.chain))
 
     @property
+    def tables(self) -> tuple[Candidates, ...]:
+        """Candidates of every table, made now."""
+        return (*self._for_all, *map(self._up_to, self._finer_tops))
+
+    @property
     def _most_bytes(self) -> int:
-        return max(self._keep_all.peak_bytes, 1)
+        return max(self.keep_all.peak_bytes, 1)
 
     @cached_property
     def _for_all(self) -> tuple[Candidates, ...]:
@@ -131,14 +136,14 @@ class ScheduleSearch:
         In a coarse table of a long chain some boundaries take no slot, and the program picks those: with a budget of
         only a few dozen boundaries, schedules exceed their slots by far.
         """
-        if self.slots >= self._effort.fine_slots or self._for_all[0].is_exact:
+        if self.slots >= self.effort.fine_slots or self._for_all[0].is_exact:
             return ()
-        small = min(self._effort.small * self._for_all[0].lowest_bytes, self._most_bytes)
+        small = min(self.effort.small * self._for_all[0].lowest_bytes, self._most_bytes)
         tops = []
-        top = self._effort.finer * self._most_bytes
-        while top > self._effort.near * small:
+        top = self.effort.finer * self._most_bytes
+        while top > self.effort.near * small:
             tops.append(math.ceil(top))
-            top *= self._effort.finer
+            top *= self.effort.finer
         return (*tops, math.ceil(small))
 
     def _up_to(self, most_bytes: int, *, readers_pay: bool = False) -> Candidates:
@@ -149,13 +154,15 @@ class ScheduleSearch:
         return self._tables[key]
 
     def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
-        table, unit, is_exact = solved_table(self.chain, most_bytes, self.slots, readers_pay=readers_pay, **self.step)
+        table, unit, is_exact = solved_table(
+            self.chain, most_bytes, self.slots, readers_pay=readers_pay, **bytes_around(self.step)
+        )
         uncertain_bytes = _uncounted_bytes(self.chain)
         if not is_exact:
             uncertain_bytes += math.ceil(2 * unit)
-        few_options = sum(len(stage.options) for stage in self.chain) <= self._effort.edited_options
-        thorough = few_options and len(self.chain) <= self._effort.refined_stages
-        return Candidates(self.chain, table, unit, is_exact, self._judge, uncertain_bytes, thorough, self._effort)
+        few_options = sum(len(stage.options) for stage in self.chain) <= self.effort.edited_options
+        thorough = few_options and len(self.chain) <= self.effort.refined_stages
+        return Candidates(self.chain, table, unit, is_exact, self._judge, uncertain_bytes, thorough, self.effort)
 
 
 def keep_all_fastest(chain: Chain) -> Schedule:
@@ -194,7 +201,7 @@ def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
 
 
 def solved_table(
-    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[Conditions]
+    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[BytesAround]
 ) -> tuple[Table, float, bool]:
     """The table for budgets up to so many bytes, the bytes of a slot, and True if every size is whole slots."""
     divisor = math.gcd(*_sizes_in(chain), step.get("lingering_bytes", 0))

@@ -11,8 +11,9 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.frontier import Frontier, frontier_of
+from lightning_rotor.planning.moving_search import MovingSearch
 from lightning_rotor.planning.plan import Plan
-from lightning_rotor.planning.schedule_search import ScheduleSearch, fine_slots
+from lightning_rotor.planning.schedule_search import fine_slots
 from lightning_rotor.simulator import Conditions, Simulation
 from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
 
@@ -29,7 +30,8 @@ def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step:
         budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
         step: ``gradients_exist``, if parameters already have gradients, so that the backward adds none, and
-            ``lingering_bytes``, held during the forward: see :func:`lightning_rotor.simulator.simulate`.
+            ``lingering_bytes``, held during the forward: see :func:`lightning_rotor.simulator.simulate`. With a
+            ``link`` the plan may move what stages hold as well.
     Returns:
         A plan whose simulated peak is at most ``budget_bytes``.
     Raises:
@@ -58,7 +60,7 @@ def _solver(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
     return Solver(chain, slots=fine_slots(len(chain), slots), **step)
 
 
-class Solver(ScheduleSearch):
+class Solver(MovingSearch):
     """Plans one chain for any number of budgets, from a table made for the first; arguments as for :func:`plan`.
 
     A chain of more than about 60 stages gets fewer slots than it has boundaries. Its least budget may then be two

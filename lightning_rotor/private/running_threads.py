@@ -24,6 +24,8 @@ _DRAW_NOTHING = tuple(
         "concurrent/futures/process.py",
         "torch/utils/data/_utils/pin_memory.py",
         "tensorboard/summary/writer/event_file_writer.py",
+        # Copies what a plan moves to a disk.
+        "lightning_rotor/execution/file_memory.py",
         # Waits for what other processes compile.
         "torch/_inductor/",
     )

@@ -19,9 +19,15 @@ PHASE_COLOURS: dict[Phase, tuple[str, str]] = {
     "forward": ("#4477AA", "#B9CCE0"),
     "recompute": ("#EE7733", "#F9CFB3"),
     "backward": ("#66A998", "#C7E0D9"),
+    "wait": ("#BBBBBB", "#E4E4E4"),
 }
 INVERSION_COLOURS = ("#332288", "#B8B2D6")
-PHASE_LABELS: dict[Phase, str] = {"forward": "forward", "recompute": "recomputation", "backward": "backward"}
+PHASE_LABELS: dict[Phase, str] = {
+    "forward": "forward",
+    "recompute": "recomputation",
+    "backward": "backward",
+    "wait": "wait for a copy",
+}
 LINE_COLOURS = ("#222222", "#AA3377", "#117733", "#882255")
 LIMIT_COLOUR = "#CC3311"
 _PLAIN_COLOUR = "#555555"

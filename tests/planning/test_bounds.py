@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from benchmarks.optimum import Optimum
 from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Solver, bounds, effort, fine_slots, lower_bound_seconds, minimum_budget, plan
 from lightning_rotor.planning.effort import Effort
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.strategies import KINDS, chains, random_chain, with_skips
+from tests.strategies import KINDS, chains, random_chain, random_link, random_moves, random_schedule, with_skips
 
 # Bounds and plans are sums of the same durations in another order.
 SAME = 1 + 1e-9
@@ -136,3 +137,40 @@ def test_bound_is_found_when_asked_for_and_then_remembered() -> None:
     gap = found.gap
     assert pickle.loads(pickle.dumps(found)).gap == gap
     assert bounds.lower_bound_seconds.cache_info().misses == before + 1
+
+
+# ---------------------------------------------------------------------------------------------------- with a link
+
+
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False))
+def test_bound_with_a_link_is_at_most_any_schedule_that_moves_something(rng: random.Random) -> None:
+    chain = random_chain(rng, rng.randint(2, 5), rng.choice(KINDS))
+    link = random_link(rng, chain)
+    for _ in range(3):
+        schedule = random_moves(rng, chain, random_schedule(rng, chain))
+        simulation = simulate(chain, schedule, link=link)
+        bound = lower_bound_seconds(chain, max(simulation.peak_bytes, 1), link=link)
+        assert bound <= simulation.seconds * (1 + 1e-9)
+
+
+@settings(max_examples=30)
+@given(st.randoms(use_true_random=False))
+def test_bound_with_a_link_falls_with_the_budget_and_is_no_larger_than_without(rng: random.Random) -> None:
+    chain = random_chain(rng, rng.randint(2, 5), rng.choice(KINDS))
+    link = random_link(rng, chain)
+    most = simulate(chain, Schedule.keep_all(len(chain))).peak_bytes
+    budget = max(int(most * rng.uniform(0.2, 1.0)), 1)
+    with_link = lower_bound_seconds(chain, budget, link=link)
+    assert with_link <= lower_bound_seconds(chain, budget) * (1 + 1e-9)
+    # Halving an interval leaves it this wide.
+    assert lower_bound_seconds(chain, 2 * budget, link=link) <= with_link * (1 + 2**-7)
+
+
+def test_no_room_at_the_other_end_is_as_good_as_no_link() -> None:
+    chain = random_chain(random.Random(3), 5, "heterogeneous")
+    budget = simulate(chain, Schedule.parse("(0-3) 4")).peak_bytes
+    nowhere = Link(1e12, 1e12, room_bytes=0)
+    without = lower_bound_seconds(chain, budget)
+    assert without * (1 - 2**-7) <= lower_bound_seconds(chain, budget, link=nowhere) <= without
+    assert lower_bound_seconds(chain, budget, link=Link(1e12, 1e12)) < without * (1 - 2**-7)

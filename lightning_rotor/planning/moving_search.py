@@ -1,0 +1,173 @@
+"""Schedules that may move what stages hold, for any number of budgets.
+
+Plans without moves keep late stages, which live shortest, and recompute early ones. A link wants early ones, whose
+copies have the whole forward to finish. So two kinds of candidates are tried, and the simulator decides:
+
+* schedules of the tables for whatever they take, fastest first, with so much of them moved that they fit;
+* those of :mod:`.move_program`, which chooses between keeping, recomputing and moving for one budget;
+
+and then edits of the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import combinations
+
+from typing_extensions import Unpack
+
+from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link
+from lightning_rotor.planning.candidates import by_peak, by_seconds
+from lightning_rotor.planning.edits import edits
+from lightning_rotor.planning.effort import DEFAULT_SLOTS, SAME
+from lightning_rotor.planning.move_program import MoveProgram
+from lightning_rotor.planning.placing import placed
+from lightning_rotor.planning.schedule_search import ScheduleSearch
+from lightning_rotor.schedule import Move, Schedule
+from lightning_rotor.simulator import Conditions, Simulation, bytes_around, movable, simulate
+
+
+class MovingSearch(ScheduleSearch):
+    """Schedules of one chain; without a link in ``step`` those of :class:`ScheduleSearch`, which move nothing."""
+
+    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
+        super().__init__(chain, slots=slots, **step)
+        self._link = step.get("link")
+        self._found: dict[int, Simulation | None] = {}
+
+    def fastest(self, budget_bytes: int) -> Simulation | None:
+        """The fastest schedule that fits; None if none does."""
+        if self._link is None:
+            return super().fastest(budget_bytes)
+        if budget_bytes not in self._found:
+            self._found[budget_bytes] = self._fastest_over(self._link, budget_bytes)
+        return self._found[budget_bytes]
+
+    @cached_property
+    def smallest(self) -> Simulation:
+        """The schedule of least peak."""
+        least = super().smallest
+        if self._link is None:
+            return least
+        for simulation in self._staying:
+            moved = self._all_moved(simulation.schedule)
+            if by_peak(moved) < by_peak(least):
+                least = moved
+        return least
+
+    def candidates(self) -> tuple[Simulation, ...]:
+        """Schedules from the least peak to no recomputation, by rising peak."""
+        if self._link is None:
+            return super().candidates()
+        least, most = self.smallest, self.keep_all
+        apart = max((most.peak_bytes - least.peak_bytes) // self.effort.moved_budgets, 1)
+        found = [least, most]
+        for budget_bytes in range(least.peak_bytes, most.peak_bytes, apart):
+            simulation = self.fastest(budget_bytes)
+            if simulation is not None:
+                found.append(simulation)
+        return tuple(sorted({each.schedule: each for each in found}.values(), key=by_peak))
+
+    def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
+        best = super().fastest(budget_bytes)
+        if best is not None and best.schedule == self.keep_all.schedule:
+            return best
+        for schedule, wanted in self._program_schedules(link, budget_bytes):
+            best = self._better(best, schedule, wanted, budget_bytes)
+            best = self._better(best, schedule, None, budget_bytes)
+        for simulation in self._staying:
+            if best is None or simulation.seconds < best.seconds * (1 - SAME):  # waits only add to it
+                best = self._better(best, simulation.schedule, None, budget_bytes)
+        if best is None:
+            best = self.smallest if self.smallest.peak_bytes <= budget_bytes else None
+        return best if best is None else self._edited(best, budget_bytes)
+
+    def _fits(self, simulation: Simulation) -> bool:
+        """True if the other memory has room for what moves."""
+        return self._link is None or self._link.holds(simulation.host_bytes)
+
+    @cached_property
+    def _staying(self) -> list[Simulation]:
+        """Schedules that move nothing, the fastest first; of long chains few, evenly spread over each table."""
+        found = [self.keep_all]
+        tables = self.tables
+        for table in tables:
+            apart = -(-len(tables) * len(table) * len(self.chain) // self.effort.moved_stages)
+            found += [table[stair] for stair in range(0, len(table), max(apart, 1))]
+        return sorted({each.schedule: each for each in found}.values(), key=by_seconds)
+
+    def _program_schedules(self, link: Link, budget_bytes: int) -> Iterator[tuple[Schedule, Sequence[int]]]:
+        """Schedules of the program over memory and link at and near the budget, with what they move."""
+        refined = len(self.chain) <= self.effort.refined_stages
+        program = MoveProgram(
+            self.chain,
+            budget_bytes,
+            link,
+            slots=self.effort.moved_slots,
+            refined=refined,
+            **bytes_around(self.step),
+        )
+        seen = set()
+        for memory in range(program.slots, program.slots - self.effort.moved_memories, -1):
+            found = program.schedule_at(memory)
+            if found is not None and str(found) not in seen:
+                seen.add(str(found))
+                yield found
+
+    def _edited(self, best: Simulation, budget_bytes: int) -> Simulation:
+        """The best of a schedule and its edits, and of the edits of that."""
+        left = self.effort.moved_edits // len(self.chain)
+        untried = self._edits(best)
+        while left > 0 and (edit := next(untried, None)) is not None:
+            left -= 1
+            schedule, wanted = edit
+            edited = self._better(best, schedule, wanted, budget_bytes)
+            if edited is not None and edited is not best:
+                best = edited
+                untried = self._edits(best)
+        return best
+
+    def _edits(self, best: Simulation) -> Iterator[tuple[Schedule, Sequence[int] | None]]:
+        """Schedules near one, with what they may move: one item less than it does, or one edit away, and anything."""
+        stays = Schedule(best.schedule.items)
+        moved = {move.item for move in best.schedule.moves}
+        for number in sorted(moved):
+            yield stays, sorted(moved - {number})
+        able = movable(self.chain, stays.items)
+        for number in able:
+            yield stays, [other for other in able if other != number]
+        for schedule in edits(stays, self.chain):
+            yield schedule, None
+
+    def _better(
+        self, best: Simulation | None, schedule: Schedule, wanted: Sequence[int] | None, budget_bytes: int
+    ) -> Simulation | None:
+        """The faster of the best and a schedule with some items moved, by default any; those that can."""
+        able = movable(self.chain, schedule.items)
+        if wanted is not None:
+            able = sorted(set(able) & set(wanted))
+        for chosen in self._choices(able):
+            found = placed(self.chain, schedule, chosen, budget_bytes, self.step)
+            if found is not None and (best is None or found.seconds < best.seconds * (1 - SAME)):
+                best = found
+        return best
+
+    def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
+        """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""
+        yield able
+        if 2 ** len(able) <= self.effort.moved_subsets:
+            for count in reversed(range(1, len(able))):
+                yield from combinations(able, count)
+
+    def _all_moved(self, schedule: Schedule) -> Simulation:
+        """The schedule with all moved that can, for as long as it can, and for which there is room."""
+        items = schedule.items
+        able = movable(self.chain, items)
+        while True:
+            moves = tuple(Move.whole(number, len(items)) for number in able)
+            simulation = simulate(self.chain, Schedule(items, moves), **self.step)
+            if self._fits(simulation):
+                return simulation
+            able = able[: len(able) // 2]
