@@ -84,7 +84,7 @@ class PlannedForward:
             return plainly()
         with self.caches.off():
             call = (
-                self._steady_call(args, kwargs) or self._roomy_call(args, kwargs) or self._prepared_call(args, kwargs)
+                self._roomy_call(args, kwargs) or self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
             )
             if call is None:
                 return plainly()
