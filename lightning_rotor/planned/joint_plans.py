@@ -30,7 +30,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.module_plans import Account, ModulePlans
 from lightning_rotor.planned.other_sizes import lost_by
-from lightning_rotor.planned.prepared import Costs, Prepared, Turn, costs_of
+from lightning_rotor.planned.prepared import MUCH_ROOM, Costs, Prepared, Turn, costs_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import moved
@@ -609,15 +609,17 @@ class JointPlans:
         )
         measured = self._outside_of(path, chains)
         is_measured = measured is not None
-        if measured is None:
-            self._unmeasured.add(path)
-            outside = self._guessed_outside(parts)
-        else:
+        # What is not measured yet is small beside so much room.
+        is_known = is_measured or self._has_much_room(parts)
+        if measured is not None:
             self._unmeasured.discard(path)
             outside = measured.outside
+        else:
+            self._unmeasured.add(path)
+            outside = [Outside()] * len(path) if is_known else self._guessed_outside(parts)
         chain = joined(parts.names, parts.parts, outside)
         budget = self._budget(chain, parts.copied_bytes)
-        if tight or not is_measured:
+        if tight or not is_known:
             budget = budget.reduced_to(0, "other calls, and what is not measured yet")
         else:
             budget = _sparing(budget, chain)
@@ -625,9 +627,12 @@ class JointPlans:
         must_fit = is_measured and not tight and shares_settled_calls
         lost_seconds = 0.0
         solved = None
-        if is_measured and not tight:
+        if is_known and not tight:
             solved, lost_seconds = self._without_a_search(path, parts, chain, budget, searches=searches)
-        if solved is None:
+        if solved is not None:
+            # Another process may have to search, and they agree once.
+            solved = self._source.ranks.settle(solved)
+        else:
             try:
                 solved = self._solved(chain, budget, must_fit=must_fit)
             except BudgetError:
@@ -736,6 +741,13 @@ class JointPlans:
                 keep_all = Schedule.keep_all(len(chain))
                 plans[key] = scheduled(chain, keep_all, **entry.plan.conditions)
         return plans
+
+    def _has_much_room(self, parts: _Parts) -> bool:
+        """True if calls leave at least half of what they may use when nothing is recomputed."""
+        chain = joined(parts.names, parts.parts)
+        budget = self._budget(chain, parts.copied_bytes)
+        plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
+        return plain.peak_bytes <= MUCH_ROOM * budget.available_bytes
 
     def _guessed_outside(self, parts: _Parts) -> list[Outside]:
         """Peaks behind calls, the higher the less calls keep, as high as the least plan allows, whatever the limit."""

@@ -22,12 +22,13 @@ Turn: TypeAlias = tuple[str, ...]
 """Planned modules whose forward is done and whose backward is not when a call begins. One signature has one plan per
 turn."""
 
+MUCH_ROOM = 0.5
+"""The share of its budget up to which a call leaves much room: what nobody has looked at is smaller than that."""
+
 # Costs of segments are not corrected to less than a tenth of what was measured: then the clock was wrong.
 _LEAST_FACTOR = 0.1
 # A plain step takes at least half of what its stages take one by one: less would mean that the stopwatch was stopped.
 _LEAST_PART = 0.5
-# The share of its budget up to which a call leaves so much room that a smaller one needs no look at its own costs.
-_MUCH_ROOM = 0.5
 # In the place of 0 in a division: such overheads differ by nothing.
 _TINY = 1e-9
 # Plans of one call that are timed: the first, and one that follows from what it took. More would go on for ever, as
@@ -138,7 +139,7 @@ class Prepared:
     @property
     def has_much_room(self) -> bool:
         """True if it runs plainly, and takes at most half of what it may."""
-        return self.runs_plainly and self.plan.peak_bytes <= _MUCH_ROOM * self.plan.budget_bytes
+        return self.runs_plainly and self.plan.peak_bytes <= MUCH_ROOM * self.plan.budget_bytes
 
     # ---------------------------------------------------------------- the seconds of its calls
 
