@@ -312,8 +312,7 @@ def test_sizes_that_change_at_every_step_are_not_measured_each_where_calls_share
     with caplog.at_level(logging.INFO), pytest.warns(RotorWarning, match="training goes on beyond the limit"):
         planned = train(EdgeNetwork, rows, tmp_path, callback=callback, batch_size=64)
     assert_same_training(train(EdgeNetwork, rows, tmp_path, batch_size=64), planned)
-    assert caplog.text.count("costs measured in") <= 3
-    assert caplog.text.count("costs taken from those of other shapes") >= 6
+    assert 1 <= caplog.text.count("costs measured in") <= 3
 
 
 class Growing(L.LightningModule):

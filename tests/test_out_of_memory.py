@@ -197,7 +197,7 @@ def test_the_next_training_plans_with_less(
     monkeypatch.setattr(
         StepPlanner,
         "_plan_made",
-        lambda self, plan, _real=StepPlanner._plan_made: (made.append(plan), _real(self, plan)),
+        lambda self, plan, *of, _real=StepPlanner._plan_made: (made.append(plan), _real(self, plan, *of)),
     )
     rotor, model = RotorCallback("64MiB", "body", show_table=False), Task(where)
     expected = r"mem_limit 64\.0 MiB.*next training with this callback plans with less"

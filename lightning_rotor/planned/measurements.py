@@ -72,7 +72,9 @@ def for_call(profile: Profile, signature: Signature) -> Profile:
     """Costs of another size for a call: they say for which input they are."""
     chain = profile.chain
     first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
-    return replace(profile, chain=replace(chain, stages=(first, *chain.stages[1:])))
+    # What later stages take is of the other size; without it they are known not to be measured.
+    later = [replace(stage, takes=()) if stage.takes else stage for stage in chain.stages[1:]]
+    return replace(profile, chain=replace(chain, stages=(first, *later)))
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
