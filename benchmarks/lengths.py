@@ -45,7 +45,7 @@ WORDS = 1000
 KEPT = 0.6  # of the largest batch's activations, inside the limit
 FIRST = 20  # steps before the ratios begin
 ALLOWED = 1.15
-WATCHED = 120  # steps of the training whose peaks are all measured
+WATCHED = 60  # steps of the training whose peaks are all measured
 STATE = 4  # parameters, gradients and AdamW's two moments, in sizes of the parameters
 
 

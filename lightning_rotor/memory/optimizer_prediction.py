@@ -101,12 +101,28 @@ def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | No
     if isinstance(optimizer, torch.optim.LBFGS):
         most_bytes = _lbfgs_vectors(optimizer).at_most * _vector_bytes(optimizer, device)
         return _DrySteps(_full_history_bytes(optimizer, device), most_bytes)
+    if device is not None and all(each.device.type == "cpu" for each in _parameters_of(optimizer)):
+        # All of the state is there, too, so that one prediction serves questions with a device and without.
+        device = None if torch.device(device).type == "cpu" else device
     facts = _facts(optimizer, device)
     prediction = _predicted.get(optimizer)
-    if prediction is None or prediction[0] != facts:
+    if prediction is None or not _holds(prediction, facts, optimizer, device):
         prediction = facts, _take_dry_steps(optimizer, device)
-        _predicted[optimizer] = prediction
+    _predicted[optimizer] = facts, prediction[1]
     return prediction[1]
+
+
+def _holds(
+    prediction: tuple[Any, _DrySteps],
+    facts: list[Any],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device | str | None,
+) -> bool:
+    """True if nothing has changed that a prediction depends on, or steps have made the state that it has told."""
+    before, found = prediction
+    if before == facts:
+        return True
+    return before[:-1] == facts[:-1] and optimizer_state_bytes(optimizer, device) == found.state_bytes
 
 
 def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:

@@ -386,3 +386,24 @@ def test_a_prediction_that_is_asked_again_follows_what_it_depends_on(monkeypatch
     weight.requires_grad = False
     assert predict_optimizer_state_bytes(optimizer) == 40
     assert len(steps) == 8
+
+
+def test_one_prediction_serves_all_questions_on_the_cpu_and_the_steps_that_make_it_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = []
+    take = optimizer_prediction._take_dry_steps
+    monkeypatch.setattr(
+        optimizer_prediction, "_take_dry_steps", lambda *of, **options: taken.append(of) or take(*of, **options)
+    )
+    weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+    optimizer = torch.optim.AdamW(weights)
+    foretold = predict_optimizer_state_bytes(optimizer)
+    assert predict_optimizer_state_bytes(optimizer, "cpu") == foretold
+    sum(weight.square().sum() for weight in weights).backward()
+    optimizer.step()
+    assert predict_optimizer_state_bytes(optimizer, torch.device("cpu")) == foretold
+    assert len(taken) == 1
+    optimizer.add_param_group({"params": [nn.Parameter(torch.randn(8))]})
+    assert predict_optimizer_state_bytes(optimizer) > foretold
+    assert len(taken) == 2
