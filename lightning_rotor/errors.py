@@ -91,7 +91,7 @@ class ExecutionError(RotorError, RuntimeError):
 
 
 class OffloadError(RotorError, RuntimeError):
-    """What a plan moves to a disk, or to the memory of the host, does not fit there, or cannot be read back."""
+    """The other memory, a disk or the host's, has no room for what a plan moves there, or cannot be read."""
 
 
 class MessageError(RotorError, RuntimeError):

@@ -19,7 +19,7 @@ from lightning_rotor.errors import ScheduleError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How fast copies between a device and another memory are, and how much of that memory there is.
+    """The speed of copies between a device and another memory, and how much of that memory there is.
 
     Attributes:
         out: Bytes per second away from the device.

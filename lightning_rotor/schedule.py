@@ -108,7 +108,7 @@ Item: TypeAlias = Leaf | Segment
 
 @dataclass(frozen=True, slots=True, order=True)
 class Move:
-    """What an item of a schedule holds goes to another memory, and is back for the item's backward.
+    """A move of what an item of a schedule holds to another memory, and back for the item's backward.
 
     Memory is given back and taken again at *points*, which are places in the program and no moments in time. So what a
     step takes never depends on how fast copies are. A schedule of ``m`` items has ``2 m`` points::

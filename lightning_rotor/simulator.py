@@ -165,7 +165,7 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """What a schedule takes by point (see :class:`lightning_rotor.schedule.Move`), for placing its moves.
+    """Bytes that a schedule takes by point (see :class:`lightning_rotor.schedule.Move`), for placing its moves.
 
     Attributes:
         simulation: Of the whole step.
@@ -601,7 +601,7 @@ class _Simulator:
         return self._clock_seconds + self._segment_seconds
 
     def _storages_of(self, number: int) -> list[_Storage]:
-        """What can be elsewhere of what an item holds until its backward."""
+        """Storages of an item that can be elsewhere until its backward."""
         item = self._schedule.items[number]
         if isinstance(item, Segment):
             skips = self._skips.read_by(item)

@@ -116,7 +116,7 @@ class Executor:
         return self._run(value) if self.stopwatch is None else self.stopwatch.timed(self._run, value)
 
     def _moving_call(self, value: Any) -> MovingCall | None:
-        """What moves in a call; None if it saves nothing here, since somebody else's hooks do."""
+        """The moves of a call; None if it saves nothing here, since somebody else's hooks do."""
         if not torch.is_grad_enabled() or private.hooks_for_saved_tensors() is not None:
             return None
         assert self._memory is not None

@@ -1,4 +1,4 @@
-"""What items of a schedule hold is elsewhere between their forward and their backward (:class:`.schedule.Move`).
+"""Storages that items hold are elsewhere between their forward and their backward (:class:`.schedule.Move`).
 
 One call, and who holds what::
 
@@ -108,7 +108,7 @@ class _Away:
 
 
 class _Saved(NamedTuple):
-    """What the graph has in the place of a saved tensor: a view of a storage.
+    """The stand-in for a saved tensor in the graph: a view of a storage.
 
     Attributes:
         changes: A tensor of no bytes that counts the changes of the saved one.
@@ -186,7 +186,7 @@ class MovingCall:
         self._reach(2 * self._count - 1 - item)
 
     def _of(self, item: int) -> list[_Away]:
-        """What an item has saved, and the graph still holds."""
+        """Storages that an item has saved, and the graph still holds."""
         return [away for known in self._saved[item] if (away := known()) is not None]
 
     def _reach(self, point: int) -> None:

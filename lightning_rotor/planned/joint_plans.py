@@ -29,7 +29,7 @@ from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.module_plans import Account, ModulePlans
-from lightning_rotor.planned.other_sizes import lost_by
+from lightning_rotor.planned.other_sizes import SLIGHT, lost_by
 from lightning_rotor.planned.prepared import MUCH_ROOM, Costs, Prepared, Turn, costs_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
@@ -60,8 +60,6 @@ _SPARED = 0.01
 _MOST_SHARED = 4096
 # Paths whose schedules are tried for another one: each takes a simulation.
 _MOST_TRIED = 4
-# Shares of a step by which an overhead is next to the least possible one.
-_SLIGHT = 0.01
 # Peaks of the user's code that nobody has measured, as shares of the least plan's peak; the largest one that fits.
 _GUESSES = (1.0, 0.5, 0.25, 0.0)
 
@@ -108,7 +106,7 @@ class _Measured:
         return replace(self, outside=[one.at_least(another) for one, another in both])
 
     def for_size(self, kept_bytes: int) -> _Measured:
-        """The same around larger calls, in proportion; around smaller ones, no less."""
+        """Bytes around larger calls, in proportion; around smaller ones, no less."""
         factor = kept_bytes / max(self.kept_bytes, 1)
         if factor <= 1:
             return self
@@ -678,7 +676,7 @@ class JointPlans:
         smaller = [other.overhead for other in alike if _kept_bytes([call.chain for call in other.calls]) <= kept_bytes]
         # A larger size needs no less recomputation than a smaller one.
         least_overhead = max(smaller, default=0.0)
-        if best.overhead <= least_overhead + _SLIGHT:
+        if best.overhead <= least_overhead + SLIGHT:
             return best, 0.0
         lost_seconds = lost_by(best, least_overhead)
         if self._searching.pays(lost_seconds):

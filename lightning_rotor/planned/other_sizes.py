@@ -24,8 +24,9 @@ from lightning_rotor.planning import Plan, scheduled
 from lightning_rotor.planning.size_bounds import is_within
 from lightning_rotor.schedule import Schedule
 
-# Shares of a step by which an overhead is next to the least possible one.
-_SLIGHT = 0.01
+SLIGHT = 0.01
+"""Share of a step by which an overhead is next to the least possible one."""
+
 # Schedules of larger and of smaller sizes that are tried for a new one: judging each takes as long as a step of a small
 # model. Those of larger sizes fit; of smaller ones, the nearest may.
 _NEAREST_LARGER = 2
@@ -56,7 +57,7 @@ def covering(signature: Signature, known: Iterable[tuple[Signature, Prepared]]) 
             least_overhead = max(least_overhead, overhead)
     if best is None:
         return None
-    if best.plan.overhead <= least_overhead + _SLIGHT:
+    if best.plan.overhead <= least_overhead + SLIGHT:
         return best, 0.0
     return best, lost_by(best.plan, least_overhead)
 
@@ -118,7 +119,7 @@ def best_of(
             continue
         if best is None or plan.seconds < best.seconds:
             best = plan
-            if plan.overhead <= least_overhead + _SLIGHT:
+            if plan.overhead <= least_overhead + SLIGHT:
                 break
     return best
 

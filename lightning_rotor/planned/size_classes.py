@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planning.size_bounds import Shapes
+from lightning_rotor.planning.size_bounds import flat
 
 # Classes an octave. Costs of a class are at most 9 % above those of its smallest sizes where they grow linearly.
 _AN_OCTAVE = 8
@@ -28,7 +28,7 @@ _MOST_FAMILIES = 64
 class _Seen:
     """The sizes of one family of calls: those of the first, which of them differed later, and the largest."""
 
-    first: tuple[int, ...]
+    first: list[int]
     varies: list[bool]
     largest: list[int]
 
@@ -42,7 +42,7 @@ class SizeClasses:
 
     def note(self, signature: Signature) -> None:
         """A call has come."""
-        sizes = _flat(signature.shapes)
+        sizes = flat(signature.shapes)
         family = signature.family
         seen = self._seen.get(family)
         if seen is None:
@@ -61,7 +61,7 @@ class SizeClasses:
         if seen is None or not any(seen.varies):
             return signature
         sizes = []
-        for size, varies, largest in zip(_flat(signature.shapes), seen.varies, seen.largest, strict=True):
+        for size, varies, largest in zip(flat(signature.shapes), seen.varies, seen.largest, strict=True):
             if varies and size <= largest:
                 size = min(_rounded_up(size), largest)
             elif varies:
@@ -84,14 +84,10 @@ def moved(signature: Signature, before: Signature, now: Signature) -> Signature:
     """
     changed = {}
     if list(map(len, before.shapes)) == list(map(len, now.shapes)):
-        for old, new in zip(_flat(before.shapes), _flat(now.shapes), strict=True):
+        for old, new in zip(flat(before.shapes), flat(now.shapes), strict=True):
             if old != new:
                 changed[old] = new
-    return with_sizes(signature, [changed.get(size, size) for size in _flat(signature.shapes)])
-
-
-def _flat(shapes: Shapes) -> tuple[int, ...]:
-    return tuple([size for shape in shapes for size in shape])
+    return with_sizes(signature, [changed.get(size, size) for size in flat(signature.shapes)])
 
 
 def _rounded_up(size: int) -> int:

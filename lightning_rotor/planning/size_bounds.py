@@ -101,20 +101,20 @@ def _total_bytes(chain: Chain) -> int:
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
     """Factor by which some dimension is larger; 1 if none is. No row costs no more than one row."""
     growth = 1.0
-    for size, wanted_size in zip(_flat(shapes), _flat(wanted), strict=True):
+    for size, wanted_size in zip(flat(shapes), flat(wanted), strict=True):
         growth = max(growth, wanted_size / max(size, 1))
     return growth
 
 
 def is_within(shapes: Shapes, larger: Shapes) -> bool:
     """True if no dimension is larger than that of the other shapes, which have as many."""
-    return all(size <= most for size, most in zip(_flat(shapes), _flat(larger), strict=True))
+    return all(size <= most for size, most in zip(flat(shapes), flat(larger), strict=True))
 
 
 def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
     """Position of the wanted shapes between two others, from 0 to 1; None if they do not lie in between."""
     share = 0.0
-    for least, size, most in zip(_flat(smaller), _flat(wanted), _flat(larger), strict=True):
+    for least, size, most in zip(flat(smaller), flat(wanted), flat(larger), strict=True):
         if not least <= size <= most:
             return None
         if most > least:
@@ -122,7 +122,8 @@ def _share(smaller: Shapes, wanted: Shapes, larger: Shapes) -> float | None:
     return share
 
 
-def _flat(shapes: Shapes) -> list[int]:
+def flat(shapes: Shapes) -> list[int]:
+    """All sizes of some shapes, in order."""
     return [size for shape in shapes for size in shape]
 
 
