@@ -28,7 +28,7 @@ ORDER = (
         "simulator",
         "planning",
     ),  # numbers alone, without torch
-    *("devices", "private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
+    *("devices", "private", "compiling", "skip", "stages", "execution", "invertible", "capture", "profiling"),
     *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}

@@ -1,0 +1,155 @@
+"""The fastest schedule of a joint graph whose pair of graphs keeps a budget."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from lightning_rotor.compiling.backward_writer import graphs_for
+from lightning_rotor.compiling.graph_costs import chain_of
+from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
+from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
+from lightning_rotor.compiling.stage_options import options_of
+from lightning_rotor.errors import BudgetError, ModelError
+from lightning_rotor.planning import frontier
+from lightning_rotor.private.partitioning import outside_of_fakes, parts_of
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import format_bytes
+
+_log = logging.getLogger(__name__)
+# Points of the chain's curve that are written and counted. Bytes of the chain are rough, those of finished graphs are not.
+_MOST_POINTS = 24
+
+
+@dataclass(frozen=True)
+class Split:
+    """A joint graph in two.
+
+    Attributes:
+        forward: Returns the outputs and what it saves.
+        backward: Recomputes the rest.
+        schedule: Of the stages of the forward.
+        overhead: Recomputed seconds, as a share of a step without recomputation, by the cost model.
+        peak: As counted.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    schedule: Schedule
+    overhead: float
+    peak: CountedPeak
+
+
+def partition(
+    joint: fx.GraphModule,
+    budget_bytes: int | None = None,
+    *,
+    saving_bytes: int = 0,
+    outputs: int,
+    static_inputs: tuple[int, ...] = (),
+    fused: bool = True,
+) -> Split:
+    """Split a joint graph of forward and backward so that its peak keeps a budget.
+
+    Args:
+        joint: As AOTAutograd hands it to a partitioner. It is changed.
+        budget_bytes: For all that both graphs allocate; None is what they take where torch chooses what is saved.
+        saving_bytes: By which the peak is to be lower than that.
+        outputs: Number of the forward's outputs.
+        static_inputs: Numbers of inputs that stay where they are, such as parameters.
+        fused: The compiler makes pointwise results where they are read, as Inductor does.
+    Raises:
+        ModelError: The graph has numbers that depend on the sizes of inputs, or nothing to cut.
+        BudgetError: No schedule keeps the budget; says the least that one keeps.
+    """
+    parts = parts_of(joint, outputs, static_inputs)
+    stages = stages_of(joint, parts)
+    if reads_of_sizes(stages):
+        raise ModelError(
+            "a graph that was compiled for several sizes cannot be planned: expected torch.compile(..., dynamic=False), "
+            "or the blocks compiled instead of the whole (for block in net.blocks: block.compile())"
+        )
+    if not len(stages):
+        raise ModelError("a compiled graph computes nothing that could be recomputed: expected one with layers in it")
+    options = options_of(stages)
+    chain = chain_of(stages, options)
+
+    def split(schedule: Schedule, overhead: float) -> Split:
+        forward, backward = graphs_for(stages, options, schedule)
+        peak = count_peak(forward, backward, outputs=outputs, fused=fused)
+        return Split(forward, backward, schedule, overhead, peak)
+
+    kept = split(Schedule.keep_all(len(chain)), 0.0)
+    if budget_bytes is None:
+        budget_bytes = kept.peak.peak_bytes - saving_bytes
+    if kept.peak.peak_bytes <= budget_bytes:
+        return kept
+    least_bytes = kept.peak.peak_bytes
+    with outside_of_fakes():
+        # From the largest budget to the least: the first one that keeps the budget is the fastest.
+        points = [point for point in reversed(list(frontier(chain))) if point.overhead > 0]
+    step = max(1, len(points) // _MOST_POINTS)
+    for point in points[::step]:
+        with outside_of_fakes():
+            schedule = point.schedule
+        candidate = split(schedule, point.overhead)
+        if candidate.peak.peak_bytes <= budget_bytes:
+            _log.info(
+                "a compiled graph of %d stages runs under %s: counted peak %s of %s",
+                len(chain),
+                schedule,
+                format_bytes(candidate.peak.peak_bytes),
+                format_bytes(budget_bytes),
+            )
+            return candidate
+        least_bytes = min(least_bytes, candidate.peak.peak_bytes)
+    raise BudgetError(
+        f"the compiled graph takes at least {format_bytes(least_bytes)}, but has {format_bytes(budget_bytes)}: raise "
+        "mem_limit or lower the batch size",
+        minimum_bytes=least_bytes,
+        budget_bytes=budget_bytes,
+        stage="",
+    )
+
+
+class Partitioner:
+    """A ``partition_fn`` of AOTAutograd, and of Inductor with ``under_partitioner``.
+
+    Attributes:
+        splits: One for each graph that was compiled.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, *, saving_bytes: int = 0, fused: bool = True) -> None:
+        self.splits: list[Split] = []
+        self._budget_bytes = budget_bytes
+        self._saving_bytes = saving_bytes
+        self._fused = fused
+
+    @property
+    def key(self) -> str:
+        """Equal for partitioners that split equal graphs alike."""
+        return f"lightning-rotor {self._budget_bytes} {self._saving_bytes} {self._fused}"
+
+    def __call__(
+        self,
+        joint: fx.GraphModule,
+        inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward of a joint graph."""
+        split = partition(
+            joint,
+            self._budget_bytes,
+            saving_bytes=self._saving_bytes,
+            outputs=num_fwd_outputs,
+            static_inputs=tuple(static_lifetime_input_indices or ()),
+            fused=self._fused,
+        )
+        self.splits.append(split)
+        return split.forward, split.backward

@@ -1,0 +1,119 @@
+"""The peak of a finished pair of graphs, counted from its nodes before anything is compiled.
+
+Inputs of the forward are held by the caller and count nothing. What the forward returns, and what it saves, is held
+until the backward has read it; gradients of outputs count while they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from lightning_rotor.compiling.graph_costs import is_pointwise, is_view, node_bytes, owner
+from lightning_rotor.private.partitioning import is_tangent
+
+
+@dataclass(frozen=True)
+class CountedPeak:
+    """Peaks of a pair of graphs in bytes.
+
+    Attributes:
+        forward_bytes: Peak of the forward.
+        held_bytes: Bytes that the forward leaves: outputs, and what it has saved.
+        backward_bytes: Peak of the backward, with what the forward has left.
+    """
+
+    forward_bytes: int
+    held_bytes: int
+    backward_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The higher one."""
+        return max(self.forward_bytes, self.backward_bytes)
+
+
+def count_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, outputs: int, fused: bool) -> CountedPeak:
+    """Peak of a pair of graphs.
+
+    Args:
+        forward: Returns outputs, then what it saves.
+        backward: Takes what was saved, then gradients of outputs.
+        outputs: Number of the forward's outputs.
+        fused: The compiler makes pointwise results where they are read, as Inductor does.
+    """
+    returned = _returned(forward)
+    inputs = set(forward.graph.find_nodes(op="placeholder"))
+    kept = {owner(node) for node in returned} - inputs
+    forward_peak, held_bytes = _walk(forward, held={}, kept=kept, fused=fused)
+    saved_names = {node.name: owner(node) for node in returned[outputs:]}
+    output_owners = {owner(node) for node in returned[:outputs]} - inputs
+    held: dict[fx.Node, int] = {}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        saved = saved_names.get(node.name)
+        if is_tangent(node):
+            held[node] = node_bytes(node)
+        elif saved is not None and saved not in inputs and saved not in output_owners:
+            held[node] = node_bytes(saved)
+    around_bytes = held_bytes - sum(
+        map(node_bytes, {saved_names[each.name] for each in held if each.name in saved_names})
+    )
+    results = {owner(node) for node in _returned(backward)}
+    backward_peak, _ = _walk(backward, held=held, kept=results, fused=fused)
+    return CountedPeak(forward_peak, held_bytes, around_bytes + backward_peak)
+
+
+def _returned(module: fx.GraphModule) -> list[fx.Node]:
+    output = next(iter(reversed(module.graph.nodes)))
+    return [node for node in output.args[0] if isinstance(node, fx.Node)]
+
+
+def _walk(module: fx.GraphModule, *, held: dict[fx.Node, int], kept: set[fx.Node], fused: bool) -> tuple[int, int]:
+    """Peak of a graph, and what it leaves, if it begins with some placeholders that die with their last reader."""
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    inlined = {node for node in nodes if fused and node not in kept and _is_inlined(node)}
+    last: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        last.setdefault(owner(node), place)
+        for each in _read(node, inlined):
+            last[owner(each)] = place
+    dying: dict[int, list[fx.Node]] = {}
+    for node, place in last.items():
+        dying.setdefault(place, []).append(node)
+    alive = dict(held)
+    level = peak = sum(alive.values())
+    for place, node in enumerate(nodes):
+        if not is_view(node) and node not in inlined and node.op == "call_function":
+            alive[node] = node_bytes(node)
+            level += alive[node]
+        peak = max(peak, level)
+        for each in dying.get(place, ()):
+            if each not in kept:
+                level -= alive.pop(each, 0)
+    return peak, level
+
+
+def _read(node: fx.Node, inlined: set[fx.Node]) -> list[fx.Node]:
+    """Nodes whose memory is read when a node runs: through those that are made where they are read."""
+    if node in inlined:
+        return []
+    read = []
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        each = waiting.pop()
+        if owner(each) in inlined:
+            waiting += owner(each).all_input_nodes
+        else:
+            read.append(each)
+    return read
+
+
+def _is_inlined(node: fx.Node) -> bool:
+    """True if a compiler makes a node's entries in the one place where they are read."""
+    if not is_pointwise(node) or len(node.users) != 1:
+        return False
+    (user,) = node.users
+    while is_view(user) and len(user.users) == 1:
+        (user,) = user.users
+    return is_pointwise(user)
