@@ -28,7 +28,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_rotor.private import autocast, lightning_names, messages, process_groups, python_names
+from lightning_rotor.private import autocast, lightning_names, messages, partitioning, process_groups, python_names
 from lightning_rotor.private import functional_collectives as collectives
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
@@ -377,6 +377,43 @@ def test_compiled_modules() -> None:
         assert callable(settings.backend)
     x = torch.ones(1, 2)
     assert torch.equal(private.call_uncompiled(module, x), F.linear(x, module.weight, module.bias))
+
+
+def test_compiled_methods() -> None:
+    class Decorated(nn.Linear):
+        @torch.compile(backend="eager")
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    plain, own, stock, other = nn.Linear(2, 2), Doubling(), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+    kept_out: Any = torch.compiler.disable(own.forward)
+    assert not private.has_compiled_method(plain, "forward")
+    assert not private.is_compiled_function(kept_out)
+    assert private.has_compiled_method(Decorated(2, 2), "forward")
+    assert private.compiled_method_of(Decorated(2, 2), "forward") is None
+    assert not private.has_compiled_method(torch.compile(plain, backend="eager"), "forward")  # type: ignore[arg-type]
+    for module in (own, stock):
+        module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+        assert private.has_compiled_method(module, "forward")
+        assert private.compiled_method_of(module, "forward") is module.__dict__["forward"]
+    other.forward = torch.compile(plain.forward, backend="eager")  # type: ignore[method-assign]
+    assert private.compiled_method_of(other, "forward") is None
+
+
+class Doubling(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_compilation_is_heard() -> None:
+    heard: list[str] = []
+    compiled = torch.compile(Doubling(), backend="eager")
+    with private.compilation_heard(lambda: heard.append("begins"), lambda: heard.append("ends")):
+        compiled(torch.ones(3))
+        assert heard == ["begins", "ends"]
+        compiled(torch.ones(3))
+    compiled(torch.ones(3, 3))
+    assert heard == ["begins", "ends"]
 
 
 def test_what_the_compiler_leaves_alone() -> None:
@@ -922,3 +959,68 @@ def test_autocast_is_read_and_set_in_one_place() -> None:
         assert autocast.autocast_dtypes([torch.zeros(1)]) == []  # on another kind of device
     finally:
         autocast.set_autocast_state(plain)
+
+
+# -------------------------------------------------------------------- joint graphs
+
+
+def test_the_parts_of_a_joint_graph() -> None:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    seen: dict[str, Any] = {}
+
+    def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        parts = partitioning.parts_of(joint, num_fwd_outputs, options.get("static_lifetime_input_indices") or ())
+        operations = [node.target for node in parts.forward if node.op == "call_function"]
+        seen["forward"] = [str(target) for target in operations]
+        seen["outputs"] = len(parts.outputs)
+        seen["gradients"] = len(parts.gradients)
+        seen["changed"] = [node.name for node in parts.changed_inputs]
+        tangents = [node for node in joint.graph.nodes if partitioning.is_tangent(node)]
+        seen["tangents"] = [tuple(node.meta["val"].shape) for node in tangents]
+        seen["saved"] = len(partitioning.chosen_by_torch(joint, parts, 1.0))
+        assert not any(map(partitioning.is_of_sizes, joint.graph.nodes))
+        forward, backward = partitioning.finished(*partitioning.split(joint, parts, parts.info.inputs))
+        assert isinstance(partitioning.with_graph(joint, backward.graph), torch.fx.GraphModule)
+        with partitioning.outside_of_fakes():
+            assert torch.ones(1).item() == 1
+        del forward, backward
+        return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+
+    def as_it_is(graph: Any, _: Any) -> Any:
+        def run(args: list[Any]) -> Any:
+            return torch.fx.Interpreter(graph).boxed_run(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=partition)
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Tanh())
+    torch.compile(module, backend=backend, dynamic=False)(torch.randn(4, 2)).sum().backward()
+    assert "aten.tanh.default" in seen["forward"]
+    assert not any("tanh_backward" in name for name in seen["forward"])
+    assert seen["gradients"] == 4
+    assert seen["tangents"] == [(4, 2)]
+    assert len(seen["changed"]) == 3  # running mean and variance, and the number of batches
+    assert seen["saved"] > 2
+
+
+def test_a_partitioner_of_inductor_is_copied_and_pickled_as_its_key() -> None:
+    import pickle
+
+    from torch._inductor import config
+
+    with partitioning.under_partitioner(lambda *_, **__: None, "the key"):
+        partitioner = config.custom_partitioner_fn
+        assert copy.deepcopy(partitioner) is partitioner
+        assert partitioner.uuid() == "the key"
+        assert pickle.loads(pickle.dumps(partitioner)) == "the key"
+    assert config.custom_partitioner_fn is None
+
+
+def test_inductor_is_known() -> None:
+    settings = private.compiler_settings(torch.compile(nn.Linear(1, 1)))  # type: ignore[arg-type]
+    assert settings is not None
+    assert private.is_inductor(settings.backend)
+    assert not private.is_inductor(lambda graph, inputs: graph)

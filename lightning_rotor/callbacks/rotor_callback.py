@@ -133,6 +133,42 @@ class _ProcessPlan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _StepsAsCompiled:
+    """Steps of a model that was compiled as a whole, in which nothing is planned."""
+
+    limit_bytes: int
+    measured_peak_bytes: int | None
+    measured_reserved_bytes: int | None
+
+    @classmethod
+    def of(cls, planner: StepPlanner) -> _StepsAsCompiled | None:
+        """The steps as they were measured last; None if they run under a plan, or are to."""
+        if planner.state is not State.AS_COMPILED:
+            return None
+        return cls(planner.limit.size_bytes, planner.watch.peak_bytes, planner.watch.reserved_bytes)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, by name."""
+        numbers = {
+            "overhead_percent": 0.0,
+            "budget_bytes": self.limit_bytes,
+            "recomputed_stages": 0,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "measured_reserved_bytes": self.measured_reserved_bytes,
+        }
+        return {name: number for name, number in numbers.items() if number is not None}
+
+    def tell(self) -> None:
+        """Log the peak, on one line."""
+        measured_bytes = self.measured_peak_bytes
+        _log.info(
+            "RotorCallback: limit %s%s, the model runs as it was compiled, and nothing is recomputed",
+            format_bytes(self.limit_bytes),
+            "" if measured_bytes is None else f", measured peak {format_bytes(measured_bytes)}",
+        )
+
+
 def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
     """Give settings to every logger, before the Trainer gives those of the model."""
     for logger in trainer.loggers:
@@ -256,7 +292,9 @@ class RotorCallback(Callback):
         self._compiled_variants = check_variants(compiled_variants)
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # while training
-        self._last: _ProcessPlan | None = None  # of the training before
+        # Of the training before.
+        self._last: _ProcessPlan | None = None
+        self._last_as_compiled: _StepsAsCompiled | None = None
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -266,14 +304,14 @@ class RotorCallback(Callback):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that training runs, or ran last."""
+        """The plan that training runs, or ran last. None before the first, and where a model runs as it was compiled."""
         shown = self._shown()
         return None if shown is None else shown.plan
 
     @property
     def budget_bytes(self) -> int:
-        """The limit of the whole process in bytes, known once there is a plan."""
-        shown = self._shown()
+        """The limit of the whole process in bytes, known once there is a plan, or a step has run as compiled."""
+        shown = self._shown() or self._as_compiled()
         return 0 if shown is None else shown.limit_bytes
 
     @property
@@ -285,19 +323,19 @@ class RotorCallback(Callback):
     @property
     def measured_peak_bytes(self) -> int | None:
         """The allocator's peak in the step measured last, what was allocated before it included, or None."""
-        shown = self._shown()
+        shown = self._shown() or self._as_compiled()
         return None if shown is None else shown.measured_peak_bytes
 
     @property
     def measured_reserved_bytes(self) -> int | None:
         """Most bytes that a GPU's caching allocator had reserved in that step, reusable ones too; None on the CPU."""
-        shown = self._shown()
+        shown = self._shown() or self._as_compiled()
         return None if shown is None else shown.measured_reserved_bytes
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
-            self._planner = self._last = None
+            self._planner = self._last = self._last_as_compiled = None
             limit = "what is free" if self._limit is None else str(self._limit)
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
@@ -350,6 +388,8 @@ class RotorCallback(Callback):
             return
         if planner.plan is not None and planner.state is not State.STEADY:
             self._report(trainer)
+        if planner.has_run_as_compiled:
+            return
         if planner.plan is None and planner.state in (State.CHOOSING, State.PLANNING):
             planner.loop.warn(
                 "RotorCallback planned nothing: the module it works on never ran forward in training mode with "
@@ -382,6 +422,7 @@ class RotorCallback(Callback):
         unhush(model)
         if self._planner is not None:
             self._last = self._shown()
+            self._last_as_compiled = self._as_compiled()
             self._planner.end()
             self._saved, self._planner = self._planner.saved, None  # who holds the Trainer and the model is let go
 
@@ -412,23 +453,31 @@ class RotorCallback(Callback):
         """The plan that training runs, or ran last."""
         return self._last if self._planner is None else _ProcessPlan.of(self._planner)
 
+    def _as_compiled(self) -> _StepsAsCompiled | None:
+        """Steps of a model that runs, or ran last, as it was compiled."""
+        return self._last_as_compiled if self._planner is None else _StepsAsCompiled.of(self._planner)
+
     def _log_metrics(self, trainer: pl.Trainer) -> None:
         is_logged = bool(trainer.loggers) and private.logs_this_step(trainer)
-        shown = self._shown() if is_logged or self._progress_bar else None
+        shown = None
+        if is_logged or self._progress_bar:
+            shown = self._shown() or self._as_compiled()
         if shown is None:
             return
         for logger in trainer.loggers if is_logged else ():
             metrics = _named(logger, type(self).__qualname__, shown.metrics())
             logger.log_metrics(metrics, step=private.logging_step(trainer))
         if self._progress_bar:
-            values = {"rotor_overhead_%": 100 * shown.plan.overhead}
+            values = {"rotor_overhead_%": shown.metrics()["overhead_percent"]}
             if shown.measured_peak_bytes is not None:
                 values["rotor_peak_MiB"] = shown.measured_peak_bytes / 2**20
             trainer.lightning_module.log_dict(values, prog_bar=True, logger=False)
 
     def _report(self, trainer: pl.Trainer) -> None:
         """Show and log the plan that has settled."""
-        shown = self._shown()
+        shown, as_compiled = self._shown(), self._as_compiled()
+        if as_compiled is not None and trainer.is_global_zero:
+            as_compiled.tell()
         if shown is None or not trainer.is_global_zero:
             return
         shown.tell()

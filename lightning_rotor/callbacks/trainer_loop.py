@@ -21,7 +21,12 @@ from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target, TargetSearch, named_target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private import lightning_packages as packages
-from lightning_rotor.private.torch_names import has_step_hooks, outside_of_graphs
+from lightning_rotor.private.torch_names import (
+    has_step_hooks,
+    is_compiled_function,
+    is_compiler_wrapper,
+    outside_of_graphs,
+)
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 from lightning_rotor.stages.holders import PLAIN
 from lightning_rotor.stages.sequential import Stage
@@ -38,6 +43,8 @@ def _isolate(module: nn.Module, trainer: _TrainerStandIn) -> None:
     if private.compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
+    if is_compiled_function(module.__dict__.get("training_step")):
+        del module.__dict__["training_step"]
     module.__dict__.update(
         silenced(trainer.optimizers, trainer.lr_scheduler_configs),
         _trainer=trainer,
@@ -158,6 +165,10 @@ class TrainerLoop(TrainingLoop):
         self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = packages.is_overridden("forward", model) and not self.is_compiled
+        self.may_run_as_compiled = not any(
+            isinstance(each, packages.from_each("callbacks.BatchSizeFinder"))
+            for each in trainer.callbacks  # type: ignore[attr-defined]
+        )
         self.is_lead = not trainer.global_rank
         self.local_processes = int(trainer.num_devices)
         self.profiler_is_taken = isinstance(
@@ -196,6 +207,8 @@ class TrainerLoop(TrainingLoop):
 
         def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> Any:
             for module in copy.modules():
+                if not is_compiler_wrapper(module) and is_compiled_function(module.__dict__.get("forward")):
+                    del module.__dict__["forward"]  # it calls the original
                 if packages.lightning_module_class(module) is not None:
                     _isolate(module, stand_in)
             with self.trainer.precision_plugin.train_step_context():

@@ -24,8 +24,10 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
+from lightning_rotor.compiling.partitioner import Partitioner
 from lightning_rotor.errors import UnitError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.partitioning import under_partitioner
 from lightning_rotor.stages.draws import DrawsSeen
 from lightning_rotor.stages.sequential import Stage
 
@@ -33,6 +35,8 @@ Variants: TypeAlias = Literal["exact", "close", "off"]
 """Which variants may be used, see :class:`CompiledModules`."""
 BUDGETS = (0.7, 0.5, 0.3, 0.1, 0.0)
 """Activation memory budgets that are tried besides the user's own."""
+INSIDE = "planned inside"
+"""Name of the variant that is one graph with a plan of its own."""
 _numbers = count()
 
 
@@ -40,12 +44,17 @@ class CannotRepeatError(Exception):
     """A compiled module can have no variants; says why."""
 
 
-def taken_apart(name: str) -> str:
-    """A warning about a module of this name, compiled as a whole, that is to run under plans that take it apart."""
+def taken_apart(name: str, what: str = "it") -> str:
+    """A warning about what was compiled as a whole under this name, and is to run under plans that take it apart."""
     return (
-        f"{name} was compiled as a whole, but a plan takes it apart, so it runs uncompiled from now on: expected its "
+        f"{name} was compiled as a whole, but a plan takes it apart, so {what} runs uncompiled from now on: expected "
         "blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every plan"
     )
+
+
+def compiled_in(stage: Stage) -> list[nn.Module]:
+    """Modules in a stage that the user compiled, if its calls of them can be told."""
+    return list(filter(private.is_compiled, stage.calls()))
 
 
 def check_variants(choice: Variants) -> Variants:
@@ -58,11 +67,14 @@ def check_variants(choice: Variants) -> Variants:
 class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
-    ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding.
+    ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding. With
+    ``saving_bytes``, there is one variant instead: the user's graph planned inside, so that its counted peak is lower by
+    so much.
     """
 
-    def __init__(self, variants: Variants = "exact") -> None:
+    def __init__(self, variants: Variants = "exact", *, saving_bytes: int | None = None) -> None:
         self.choice = check_variants(variants)
+        self.saving_bytes = saving_bytes
         self._settings: list[private.CompilerSettings] = []
         # Each with the backend that it is compiled by.
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -76,12 +88,19 @@ class CompiledModules:
         """
         if self.choice == "off":
             return {}
-        modules = list(filter(private.is_compiled, stage.calls()))
+        modules = compiled_in(stage)
         if not modules:
             return {}
+        if self.saving_bytes is not None:
+            if len(modules) > 1 or not private.is_inductor(_settings_of(modules[0]).backend):
+                return {}
+            inside = partial(_compile_inside, saving_bytes=self.saving_bytes)
+            replacements = {modules[0]: self._under(INSIDE, inside, modules[0], one_graph=one_graph)}
+            return {INSIDE: _calling(stage, replacements)}
         variants = {}
         for budget in BUDGETS:
-            replacements = {module: self._under(budget, module, one_graph=one_graph) for module in modules}
+            under = partial(_compile_under, budget=budget)
+            replacements = {module: self._under(budget, under, module, one_graph=one_graph) for module in modules}
             variants[f"budget {budget:g}"] = _calling(stage, replacements)
         return variants
 
@@ -106,24 +125,36 @@ class CompiledModules:
             self._settings.append(settings)
         return self._settings.index(settings)
 
-    def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
+    def _under(
+        self, variant: float | str, compiling: Callable[..., Any], module: nn.Module, *, one_graph: bool
+    ) -> Callable[..., Any]:
+        """A module compiled as the user has, by a backend that ``compiling`` calls."""
         settings = _settings_of(module)
         inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
         # One function for each code of the user's: the compiler gives up when one has too many variants.
-        key = self._number(settings), budget, type(inner).forward
+        key = self._number(settings), variant, type(inner).forward
         if key not in self._functions:
             # Compiled code is kept with the code object that it stands for, and what torch has seen of sizes with its
             # name: modules of two sizes would become ones of any size, which are slower.
             name = f"{private.call_uncompiled.__name__}_{next(_numbers)}"
             own = FunctionType(private.call_uncompiled.__code__.replace(co_name=name), globals())
-            self._functions[key] = own, partial(_compile_under, settings.backend, budget)
+            self._functions[key] = own, partial(compiling, settings.backend)
         function, backend = self._functions[key]
         fullgraph = one_graph or settings.fullgraph
         return partial(torch.compile(function, backend=backend, fullgraph=fullgraph, dynamic=settings.dynamic), inner)
 
 
+def _compile_inside(
+    backend: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any], *, saving_bytes: int, **options: Any
+) -> Any:
+    """A backend that compiles with the user's, and splits forward and backward by a plan."""
+    partitioner = Partitioner(saving_bytes=saving_bytes)
+    with under_partitioner(partitioner, partitioner.key):
+        return backend(graph, inputs, **options)
+
+
 def _compile_under(
-    backend: Callable[..., Any], budget: float, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any
+    backend: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any], *, budget: float, **options: Any
 ) -> Any:
     """A backend that compiles with the user's under a budget, as long as the graph draws no random numbers.
 

@@ -20,6 +20,7 @@ The way of a step, which answers it:
   ``running_step`` the step that runs now.
 - ``modules``: the planned modules. ``target_search`` finds them where the user names none, and ``unseen_forward`` waits
   for the first call of one that no dry run has met.
+- ``compiled_steps``: steps of a model that was compiled as a whole, which run as they are while they keep the limit.
 - ``limit``: the budget of a chain, and the errors where no plan keeps the limit.
 - ``step_watch``: peaks of measured steps; ``corrections``: what they teach, such as the bytes of the loss.
   ``kept_sizes``: the sizes that need not be measured any more.

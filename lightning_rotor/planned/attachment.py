@@ -14,9 +14,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.torch_names import is_captured
+from lightning_rotor.private.torch_names import compiled_method_of, is_captured
 
-_KEY = "_lightning_rotor"  # of a module's ``__dict__``, for what runs in the place of its forward
+# Keys of a module's ``__dict__``: what runs in the place of its forward, and the user's compiled forward meanwhile.
+_KEY = "_lightning_rotor"
+_COMPILED = "_lightning_rotor_compiled"
 
 
 class ForwardInPlace(Protocol):
@@ -49,11 +51,17 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
-    """Run a module through a planned forward from now on; ``ModelError`` if its ``forward`` is already replaced."""
+    """Run a module through a planned forward from now on; ``ModelError`` if its ``forward`` is already replaced.
+
+    What ``torch.compile(module.forward)`` has returned may stand there. It comes back with :func:`detach`.
+    """
     is_replaced = "forward" in module.__dict__
     # The forward of a copy may stay, and is replaced again.
     is_ours = _KEY in module.__dict__ and not is_attached(module)
-    if is_replaced and not is_ours:
+    compiled = None if is_attached(module) else compiled_method_of(module, "forward")
+    if compiled is not None:
+        module.__dict__[_COMPILED] = compiled
+    elif is_replaced and not is_ours:
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
             "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
@@ -69,6 +77,9 @@ def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
     attached = module.__dict__.get(_KEY)
     if attached is not None and planned in (None, attached):
         module.__dict__.pop("forward", None)
+        compiled = module.__dict__.pop(_COMPILED, None)
+        if compiled is not None:
+            module.__dict__["forward"] = compiled
         # Last, so that it can be done again after an interrupt in between.
         del module.__dict__[_KEY]
 

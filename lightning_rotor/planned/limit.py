@@ -86,6 +86,12 @@ class StepLimit:
         """Read the limit, as every budget does."""
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
 
+    def device_has_room(self, step: Step, held_bytes: int | None) -> bool:
+        """True unless a step that makes and holds so much for its backward is known to run out of memory."""
+        if held_bytes is None or step.start is None:
+            return True
+        return held_bytes + step.start.missing_forward_bytes <= usable_bytes(self._loop.device())
+
     # ---------------------------------------------------------------- budgets
 
     def budget(
@@ -373,6 +379,18 @@ class StepLimit:
             stage="",
             remedy="raise mem_limit, lower the batch size, or name a module that can be planned: "
             "RotorCallback(module=...)",
+        )
+        self._go_beyond(error)
+
+    def exceeded_as_compiled(self, peak_bytes: int) -> None:
+        """A later step of a model that runs as the user compiled it has taken more in one of several processes."""
+        error = limit_error(
+            self.size_bytes,
+            int(peak_bytes * _UNEVEN),
+            needs=f"a measured step of a larger batch has taken {format_bytes(peak_bytes)} as it was compiled",
+            stage="",
+            remedy="raise mem_limit, lower the batch size, or compile the blocks of the model instead of the whole "
+            "(for block in net.blocks: block.compile()), so that processes plan before a step",
         )
         self._go_beyond(error)
 

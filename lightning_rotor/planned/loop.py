@@ -37,6 +37,8 @@ class TrainingLoop(Protocol):
         model: The model.
         may_be_whole: The model's own forward may be planned.
         is_compiled: The model was compiled as a whole.
+        may_run_as_compiled: What was compiled as a whole may run without a plan until a step needs one. Not where a
+            tuner tries batch sizes, and asks for the limit in a forward.
         is_lead: This process speaks for all.
         profiler_is_taken: The user wants torch's one profiler.
         local_processes: Number of processes of this training on this machine.
@@ -53,6 +55,7 @@ class TrainingLoop(Protocol):
     model: nn.Module
     may_be_whole: bool
     is_compiled: bool
+    may_run_as_compiled: bool
     is_lead: bool
     profiler_is_taken: bool
     local_processes: int

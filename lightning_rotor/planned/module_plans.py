@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.capture.compiled import CompiledModules, Variants
+from lightning_rotor.capture.compiled import CompiledModules, Variants, compiled_in
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import SequentialCut, check_module
 from lightning_rotor.chain import Chain
@@ -43,7 +43,8 @@ from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress_bar import measuring_progress
-from lightning_rotor.schedule import Schedule
+from lightning_rotor.schedule import Leaf, Schedule
+from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ _SERVED = 16
 # the second share of a step, which noise is.
 _FAR_OFF = 0.05
 _NOTABLE = 0.005
+# Compilations of a graph that is planned inside.
+_MOST_INSIDE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ class ModulePlans:
         entry: Costs | Prepared
         if self.together:
             # All run what they have agreed on, and measure what one has not. What follows is by the clock of each.
-            entry = self.measure(signature, value) if cached is None else cached
+            entry = self._measured_as_needed(signature, value) if cached is None else cached
         elif cached is None:
             entry = self._new_entry(signature, value)
         else:
@@ -278,7 +281,7 @@ class ModulePlans:
     def _new_entry(self, signature: Signature, value: Any) -> Costs | Prepared:
         """A call that is not in the cache: from a checkpoint, from other sizes, or measured."""
         known = self._recalled(signature) or self._covered(signature) or self._estimated(signature)
-        return self._improved(signature, value, known or self.measure(signature, value))
+        return self._improved(signature, value, known or self._measured_as_needed(signature, value))
 
     def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
@@ -292,7 +295,7 @@ class ModulePlans:
         if rough_seconds and self._measuring.pays(rough_seconds):
             try:
                 if self._is_small_of_rough(signature):
-                    return self.measure(signature, value)
+                    return self._measured_as_needed(signature, value)
             except ProfilerBusyError:
                 pass  # this plan does until torch's profiler is free
             self._measuring.lost_seconds = self._measuring.price_seconds  # the next call may be measured
@@ -313,7 +316,7 @@ class ModulePlans:
             costs = self.class_costs(in_class, turn)
             if costs is not None:
                 return in_class, costs
-            entry = self._recalled(signature) or self.measure(signature, value)
+            entry = self._recalled(signature) or self._measured_as_needed(signature, value)
         return signature, replace(costs_of(entry), turn=turn)
 
     def class_costs(self, signature: Signature, turn: Turn) -> Costs | None:
@@ -442,7 +445,44 @@ class ModulePlans:
         return self.use_plan(signature, costs, best, lost_seconds=prepared.lost_seconds)
 
     def measure(self, signature: Signature, value: Any) -> Costs:
-        """Measure a call, again if it was measured before."""
+        """Measure a call with all options of its stages, again if it was measured before."""
+        return self._measured(signature, value, self._compiled)
+
+    def _measured_as_needed(self, signature: Signature, value: Any) -> Costs:
+        """Measure a call. Code is compiled under other budgets only if something must be recomputed.
+
+        Where there is room, noise must not choose such code, and compiling it would cost more than it could save.
+        """
+        is_compiled = any(compiled_in(stage) for stage in signature.cut.stages)
+        if not is_compiled or self.together or self._settings.compiled_variants == "off":
+            return self.measure(signature, value)
+        costs = self._measured(signature, value, CompiledModules("off"))
+        excess_bytes = self._excess_of(costs, option=0)
+        if excess_bytes <= 0:
+            return costs
+        if len(signature.cut.stages) == 1:
+            # The user compiled the whole: the same graph, planned inside. What counting has missed shows once.
+            saving_bytes = excess_bytes
+            for _ in range(_MOST_INSIDE):
+                inside = CompiledModules(self._settings.compiled_variants, saving_bytes=saving_bytes)
+                planned = self._measured(signature, value, inside)
+                if len(planned.profile.chain.stages[0].options) == 1:
+                    break
+                excess_bytes = self._excess_of(planned, option=1)
+                if excess_bytes <= 0:
+                    return planned
+                saving_bytes += excess_bytes
+        return self.measure(signature, value)
+
+    def _excess_of(self, costs: Costs, *, option: int) -> int:
+        """Bytes that a chain takes more than its budget if each of its stages is kept under one option."""
+        chain = costs.profile.chain
+        budget = self.budget(costs.profile)
+        schedule = Schedule(tuple(Leaf(number, option) for number in range(len(chain))))
+        return simulate(chain, schedule, **budget.conditions).peak_bytes - budget.available_bytes
+
+    def _measured(self, signature: Signature, value: Any, compiled: CompiledModules) -> Costs:
+        """Measure a call, with the variants of compiled stages that are to be tried."""
         self._source.hear(MeasuringBegins())
         start = time.perf_counter()
         with measuring_progress(enabled=self._settings.show_progress) as progress:
@@ -451,7 +491,7 @@ class ModulePlans:
                     signature.cut.stages,
                     value,
                     progress=progress,
-                    compiled=self._compiled,
+                    compiled=compiled,
                     ranks=self._source.ranks,
                     accumulating=self._source.accumulates,
                     unused_outputs=self._unused_outputs,

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_rotor.capture.compiled import taken_apart
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import SequentialCut
-from lightning_rotor.errors import ModelError, RotorError
+from lightning_rotor.errors import ModelError, ProfilingError, RotorError
 from lightning_rotor.planned.attachment import (
     ForwardInPlace,
     attach,
@@ -21,6 +20,7 @@ from lightning_rotor.planned.attachment import (
     is_attached,
 )
 from lightning_rotor.planned.budget_source import BudgetSource
+from lightning_rotor.planned.compiled_steps import compiled_around
 from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planned.key_value_caches import (
     ForwardWithoutCaches,
@@ -40,7 +40,6 @@ from lightning_rotor.planned.target_search import (
 )
 from lightning_rotor.planned.unseen_forward import UnseenForward
 from lightning_rotor.planning import Plan
-from lightning_rotor.private.torch_names import INNER, is_compiled
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +58,8 @@ class PlannedModule:
     target: Target
     plans: ModulePlans
     caches: KeyValueCaches
+    taken_apart: str | None = None
+    """A warning about what the user compiled, and its plan takes apart; None if there is nothing of that kind."""
 
     @property
     def name(self) -> str:
@@ -105,6 +106,9 @@ class PlannedModules:
             self._search = TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
         self._modules: list[PlannedModule] = []
         self._unseen: dict[str, Target] = {}
+        # Chosen modules that run as the user compiled them; None once they are planned.
+        self._resting: list[Target] | None = None
+        self._may_rest = loop.may_run_as_compiled
         # All forwards that stand in the place of modules' own.
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
         self._refusals: list[RotorError] = []
@@ -135,6 +139,26 @@ class PlannedModules:
         return nn.ModuleList(module.module for module in self)
 
     @property
+    def rest(self) -> bool:
+        """True while nothing is planned, and what the user compiled as a whole runs as it is."""
+        return self._resting is not None
+
+    def wake(self) -> None:
+        """Plan the modules that rest, from their next calls on."""
+        self._may_rest = False
+        if self._resting is not None:
+            self._plan_only(self._resting)
+
+    def estimated_bytes(self, batch: Any, batch_idx: int) -> int | None:
+        """Bytes that a step makes, and holds when its backward begins, if nothing is compiled; None if unknown."""
+        if self._search is not None:
+            return self._search.held_bytes
+        try:
+            return self._loop.compute(batch, batch_idx).held_bytes
+        except ProfilingError:
+            return None
+
+    @property
     def is_open(self) -> bool:
         """True while the first step may still show modules to plan."""
         return self._search is not None and self._search.is_open
@@ -160,6 +184,8 @@ class PlannedModules:
         Returns:
             True if the choice stays; False if it is a guess until the first batch has been looked at.
         """
+        if known:
+            self._may_rest = False  # a plan was needed before
         if self._names is not None:
             model = self._loop.model
             self._plan_only([named_target(model, name) for name in self._names])
@@ -339,11 +365,9 @@ class PlannedModules:
         if self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
         for module in self:
-            target = module.target
-            if self._loop.is_compiled:
-                self._loop.warn(f"RotorCallback: {taken_apart('the LightningModule')}")
-            elif is_compiled(target.module) or target.name.endswith(INNER):
-                self._loop.warn(f"RotorCallback: {taken_apart(target.place)}")
+            message = module.taken_apart
+            if message is not None:
+                self._loop.warn_once(f"RotorCallback: {message}", topic=message)
         if self._search is None:
             return
         left_out = self._search.what_is_left_out([module.target for module in self])
@@ -360,7 +384,7 @@ class PlannedModules:
     @property
     def why_nothing(self) -> str:
         """The reason why no module is planned; empty if one is, or may be."""
-        if self._modules or self._unseen:
+        if self._modules or self._unseen or self._resting:
             return ""
         if self._refusals:
             return str(self._refusals[0])  # of the one with most compute
@@ -374,6 +398,7 @@ class PlannedModules:
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
+        self._resting = None
         for module, forward in self._attached:
             detach(module, forward)
         self._attached = []
@@ -381,7 +406,15 @@ class PlannedModules:
         self._unseen = {}
 
     def _plan_only(self, targets: Sequence[Target]) -> None:
-        """Plan these and no others, and let unseen ones wait for their first call."""
+        """Plan these and no others, and let unseen ones wait for their first call.
+
+        They rest for now if what the user compiled would be taken apart.
+        """
+        if self._may_rest and any(compiled_around(self._loop, target) for target in targets):
+            self.end()
+            self._resting = list(targets)
+            return
+        self._resting = None
         wanted = {id(target.module): target for target in targets}
         kept = []
         for module in self:
@@ -408,10 +441,12 @@ class PlannedModules:
     def _plan(self, target: Target) -> None:
         """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
+        # Before its forward is replaced, which may be compiled itself.
+        taken_apart = compiled_around(self._loop, target)
         planned = PlannedForward(target.module, self._source, self._settings, target.name)
         planned.plans.expect_unused(target.unused_outputs)
         self._attach(target.module, planned)
-        self._modules.append(PlannedModule(target, planned.plans, planned.caches))
+        self._modules.append(PlannedModule(target, planned.plans, planned.caches, taken_apart))
 
     def _let_wait(self, targets: Collection[Target]) -> None:
         """Let modules wait for their first call, but those inside of one that is planned, or around one."""

@@ -11,6 +11,7 @@ step, as an adapter of a framework tells them::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from lightning_rotor.planned.budget_source import (
     PlanMade,
     ProfilerBusy,
 )
+from lightning_rotor.planned.compiled_steps import PRESSED, CompiledSteps
 from lightning_rotor.planned.joint_plans import JointPlans, has_room
 from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
@@ -51,6 +53,7 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.planning.draws import Draws, is_sample_step
 from lightning_rotor.planning.outside import foresight
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
+from lightning_rotor.private.torch_names import compilation_heard
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.workspaces import take_workspaces
@@ -111,9 +114,16 @@ class StepPlanner(BudgetSource):
         self._unanswered_bytes = 0
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
+        self._compiled_steps = CompiledSteps()
+        self.has_run_as_compiled = False
+        # Undone behind a measured step: hearing of what torch.compile compiles.
+        self._compilation = ExitStack()
         try:
+            if saved is not None and saved.get(PRESSED):
+                self.modules.wake()
             if not self.load(saved) and self.modules.begin():
                 self._become(Event.CHOSEN)
+                self._rest_if_compiled()
         except BaseException:
             self.modules.end()  # whose forwards may be replaced already
             raise
@@ -132,6 +142,13 @@ class StepPlanner(BudgetSource):
         if self.state is State.CHOOSING:
             self._choose(batch, batch_idx)
         self._steps_begun += 1
+        if self.plan is None:
+            self._unanswered_bytes = 0  # this step plans
+        if self.state is State.AS_COMPILED:
+            self.has_run_as_compiled = True
+            self._begin_as_compiled(self._step, batch_idx)
+            if self.state is State.AS_COMPILED:
+                return
         # A step that is not measured is left alone here: what follows asks for all tensors of the batch, and takes as
         # long as the planned forward of a small model.
         is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
@@ -160,8 +177,89 @@ class StepPlanner(BudgetSource):
             self._become(Event.CHOSEN_ANEW)
             return
         self._become(Event.CHOSEN)
+        self._rest_if_compiled()
         if self.plan is not None:
             self._become(Event.PLANNED)
+
+    # ---------------------------------------------------------------- steps as the user compiled them
+
+    def _rest_if_compiled(self) -> None:
+        """Run as it is what the user compiled as a whole, for as long as it keeps the limit."""
+        if self.modules.rest:
+            self._become(Event.RESTED)
+            self.watch.renew()
+
+    def _plan_from_now_on(self) -> None:
+        """Let what the user compiled run as it is no longer."""
+        self.watch.give_up()
+        self.modules.wake()
+        self._become(Event.PRESSED)
+
+    def _begin_as_compiled(self, step: Step, batch_idx: int) -> None:
+        """A step runs as the user compiled it, unless one can tell before that it must not."""
+        batch = tensors_in(step.given)
+        is_first = self._steps_begun == 1
+        if is_first:
+            self._look_at_start(step)
+            self.limit.read(batch)
+            estimated_bytes = self.modules.estimated_bytes(step.given, batch_idx)
+            has_room = self.limit.device_has_room(step, estimated_bytes)
+            if not all(self.loop.told_by_all(has_room)):
+                self._plan_from_now_on()
+                return
+        # Processes plan from the same step on, so only steps that all of them measure may lead to a plan.
+        is_alone = self.loop.processes == 1
+        if is_alone and self._compiled_steps.foresees_excess(batch, self.limit.size_bytes):
+            self._plan_from_now_on()
+            return
+        is_due = self.watch.due
+        is_measured = is_due or is_sample_step(self._steps_begun) or self._compiled_steps.is_new(batch)
+        if not is_measured:
+            return
+        self._look_at_start(step)
+        self.limit.read(batch)
+        self._compilation.enter_context(compilation_heard(self.watch.begin_compiling, self.watch.end_compiling))
+        self.watch.start(self.loop, batch, is_due=is_due)
+        is_refused = is_due and not self.watch.due
+        if is_due and any(self.loop.told_by_all(is_refused)):
+            # Nobody would see that the limit is exceeded. Costs of stages are measured by another step.
+            self._compilation.close()
+            self.watch.drop()
+            self._plan_from_now_on()
+
+    def _end_as_compiled(self, step: Step) -> bool:
+        """Compare a step with the limit, and plan if it has taken more. True if steps are measured no more."""
+        self._compilation.close()
+        step.is_over = True
+        was_due = self.watch.due
+        phases: list[StepPhase] = []
+        if self.watch.stop():
+            step.growing_bytes = self.limit.growing_bytes()
+            if step.is_first:
+                step.note_state(self.limit.state_bytes())
+            phases = step.as_later(self.watch.phases)
+        self.limit.learn_final(step, phases)
+        highest = highest_of(phase for phase in phases if not phase.is_final)
+        if not self.watch.sees_all:
+            highest = None
+        exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        if was_due and any(self.loop.told_by_all(exceeds)):
+            self._unanswered_bytes = 0 if highest is None or not exceeds else highest.peak_bytes
+            self._plan_from_now_on()
+            return False
+        if exceeds and highest is not None:
+            if self.loop.processes > 1:
+                self.limit.exceeded_as_compiled(highest.peak_bytes)
+            else:
+                self._unanswered_bytes = highest.peak_bytes
+                self._plan_from_now_on()
+            return False
+        if highest is not None:
+            self._compiled_steps.note(
+                step.batch, held_bytes=min(phase.start_bytes for phase in phases), peak_bytes=highest.peak_bytes
+            )
+        self.limit.check_final(step, phases)
+        return was_due and not self.watch.due
 
     def _look_at_start(self, step: Step | None) -> None:
         """Note what planning and measuring ask of a step, before its optimizer steps."""
@@ -188,7 +286,7 @@ class StepPlanner(BudgetSource):
     def begin_optimizer_step(self, optimizer: Any = None) -> None:
         """An optimizer is about to step."""
         step = self._step
-        if step is None or self.plan is None:
+        if step is None or (self.plan is None and self.state is not State.AS_COMPILED):
             return
         self.limit.end_backward(step, self.watch)
         # Steps that were measured from their begin on may have had no optimizer's step, as gradients add up over
@@ -208,6 +306,10 @@ class StepPlanner(BudgetSource):
         """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans are steady now."""
         step, shows_modules = self._step, self.modules.is_open
         self._unhook()
+        if step is not None and self.state is State.AS_COMPILED:
+            self._unanswered_bytes = 0
+            self._step = None
+            return self._end_as_compiled(step)
         if step is not None:
             if shows_modules:
                 self._close_choice(step)
@@ -383,6 +485,13 @@ class StepPlanner(BudgetSource):
 
     def note_shortage(self, failure: BaseException) -> None:
         """A step ran out of memory. It cannot run again: some gradients are added already, and its graph is gone."""
+        if self._step is not None and self.state is State.AS_COMPILED:
+            self.loop.warn(
+                "RotorCallback: the device has not enough memory for the step as you compiled it: the next training "
+                "with this callback plans from its first step on"
+            )
+            self.saved = {PRESSED: True}
+            return
         if self._step is None or self.plan is None:
             return
         lowered = False
@@ -394,6 +503,7 @@ class StepPlanner(BudgetSource):
 
     def end(self) -> None:
         """Give the modules their own forwards back, and keep what was learned in ``saved``."""
+        self._compilation.close()
         self.watch.drop()
         self._unhook()
         self.save()

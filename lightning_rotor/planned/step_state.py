@@ -29,6 +29,8 @@ class State(Enum):
     """Which modules are planned is a guess, until the first batch has been looked at."""
     PLANNING = auto()
     """Modules are chosen, and there is no plan: their first forwards are measured and planned."""
+    AS_COMPILED = auto()
+    """Modules are chosen, but what the user compiled as a whole runs as it is until a step needs a plan."""
     PUT_OFF = auto()
     """Modules are chosen, but they run plainly for as long as the user's profiler records."""
     WATCHING = auto()
@@ -48,6 +50,10 @@ class Event(Enum):
     """The first batch has been looked at, and the modules are others than those of the guess."""
     RESTORED = auto()
     """A checkpoint has told which modules are planned."""
+    RESTED = auto()
+    """The modules that are certain were compiled as a whole."""
+    PRESSED = auto()
+    """A step that ran as the user compiled it has taken more than the limit, or cannot be measured."""
     NOTHING_TO_PLAN = auto()
     """No module is left that can be planned."""
     PUT_OFF = auto()
@@ -68,6 +74,9 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # A module may run before the first batch: in a tuner's trial, or in a loop of the user's.
     (State.CHOOSING, Event.PLANNED): State.CHOOSING,
     (State.PLANNING, Event.RESTORED): State.PLANNING,
+    (State.PLANNING, Event.RESTED): State.AS_COMPILED,
+    (State.AS_COMPILED, Event.PRESSED): State.PLANNING,
+    (State.AS_COMPILED, Event.RESTORED): State.PLANNING,
     (State.PLANNING, Event.NOTHING_TO_PLAN): State.UNPLANNED,
     (State.PLANNING, Event.PUT_OFF): State.PUT_OFF,
     (State.PLANNING, Event.PLANNED): State.WATCHING,

@@ -50,6 +50,8 @@ class StepWatch:
         self._held_bytes: dict[int, int] = {}  # by address
         self._gone: list[set[int]] = []  # addresses of those that were gone when each phase began
         self._is_paused = False
+        # The phase in which torch.compile has begun to compile.
+        self._interrupted = Mark(PhaseKind.START)
 
     @property
     def due(self) -> bool:
@@ -126,6 +128,18 @@ class StepWatch:
             self._gone.append(self._held_bytes.keys() - alive)
             self._meter.lap(kind.value)
 
+    def begin_compiling(self) -> None:
+        """``torch.compile`` begins to compile."""
+        if self._meter is not None:
+            self._interrupted = self._marks[-1]
+            self.mark(PhaseKind.COMPILING)
+
+    def end_compiling(self) -> None:
+        """The phase that compiling has interrupted goes on."""
+        if self._meter is not None and self._marks[-1].kind is PhaseKind.COMPILING:
+            before = self._interrupted
+            self.mark(before.kind, call=before.call, optimizer=before.optimizer)
+
     def stop(self) -> bool:
         """End with a step. True if there are new peaks."""
         self.resume()
@@ -143,6 +157,8 @@ class StepWatch:
                 self.is_exact = False
             measured = StepPhase(mark, phase.start_bytes, phase.peak_bytes, phase.end_bytes)
             self.phases.append(measured.raised(self._base_bytes - unreported_bytes))
+        # What compiling takes besides is no later step's.
+        self.phases = [phase for phase in self.phases if phase.kind is not PhaseKind.COMPILING]
         self.peak_bytes = max(phase.peak_bytes for phase in self.phases)
         self.reserved_bytes = recording.reserved_bytes
         return True

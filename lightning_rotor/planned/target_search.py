@@ -181,6 +181,11 @@ class TargetSearch:
         return 0
 
     @property
+    def held_bytes(self) -> int | None:
+        """Bytes that a step makes, and holds when its backward begins; None if that is not known."""
+        return None if self._compute is None else self._compute.held_bytes
+
+    @property
     def messages(self) -> dict[str, set[frozenset[int]]]:
         """Ranks of the processes with which submodules exchange messages in a step, as far as that is known."""
         return {} if self._compute is None else dict(self._compute.messages)

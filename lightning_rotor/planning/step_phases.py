@@ -34,6 +34,8 @@ class PhaseKind(Enum):
     """An optimizer steps, and no call is alive."""
     END = "end"
     """A backward or an optimizer's step is over, and no call is alive."""
+    COMPILING = "compiling"
+    """``torch.compile`` compiles a graph, and tries kernels on memory that no later step takes."""
 
 
 @dataclass(frozen=True, slots=True)

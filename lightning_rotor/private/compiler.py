@@ -1,9 +1,9 @@
 """``torch.compile``: modules that were compiled, with which settings, and code that must not be."""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from inspect import getclosurevars
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from inspect import getclosurevars, unwrap
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -53,6 +53,51 @@ def is_compiled(module: nn.Module) -> bool:
     return is_compiler_wrapper(module) or is_compiled_in_place(module)
 
 
+def is_compiled_function(value: Any) -> bool:
+    """True if a function or method is what ``torch.compile`` returns for one."""
+    own = getattr(value, "__dict__", {})
+    # torch.compiler.disable leaves the same attribute, and another one.
+    return "_torchdynamo_orig_callable" in own and not own.get("_torchdynamo_disable")
+
+
+def has_compiled_method(module: nn.Module, name: str) -> bool:
+    """True if the user has put ``torch.compile`` of a method in its place, in the instance or in the class.
+
+    The ``forward`` of what ``torch.compile(module)`` returns is the compiler's own, and does not count.
+    """
+    if name == "forward" and is_compiler_wrapper(module):
+        return False
+    return is_compiled_function(module.__dict__.get(name, getattr(type(module), name, None)))
+
+
+def compiled_method_of(module: nn.Module, name: str) -> Any | None:
+    """What ``torch.compile`` of a module's own method has returned, if it stands in the method's place; else None."""
+    compiled = module.__dict__.get(name)
+    if is_compiler_wrapper(module) or not is_compiled_function(compiled):
+        return None
+    # Methods of torch's own modules are wrapped once more.
+    original: Any = unwrap(compiled)  # type: ignore[arg-type]
+    is_own = getattr(original, "__self__", None) is module
+    return compiled if is_own and original.__func__ is getattr(type(module), name) else None
+
+
+@contextmanager
+def compilation_heard(begins: Callable[[], None], ends: Callable[[], None]) -> Iterator[None]:
+    """Context in which these are called when ``torch.compile`` begins and ends to compile, a backward's graph too."""
+    from torch._dynamo.callback import callback_handler
+
+    starts = callback_handler.register_start_callback(lambda _: begins())
+    stops = callback_handler.register_end_callback(lambda _: ends())
+    try:
+        yield
+    finally:
+        # Dynamo's reset may have forgotten them.
+        with suppress(ValueError):
+            callback_handler.remove_start_callback(starts)
+        with suppress(ValueError):
+            callback_handler.remove_end_callback(stops)
+
+
 def module_inside(wrapper: nn.Module) -> nn.Module:
     """The module that was given to ``torch.compile``."""
     return wrapper.get_submodule(INNER)
@@ -96,6 +141,11 @@ def compiler_settings(module: nn.Module) -> CompilerSettings | None:
     shapes = getattr(context, "_dynamic_shapes", None)
     has_more = bool(getattr(hooks, "guard_filter_fn", None) or shapes)
     return CompilerSettings(backend, fullgraph, dynamic, has_more)
+
+
+def is_inductor(backend: Any) -> bool:
+    """True if a backend is what ``torch.compile`` takes by default."""
+    return type(backend).__name__ == "_TorchCompileInductorWrapper"
 
 
 def activation_budget(budget: float) -> AbstractContextManager[Any]:

@@ -57,6 +57,8 @@ class StepCompute(AssumedValues):
         messages: Ranks of the processes with which modules exchange messages, one set a group. None is sent here.
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
         made_before: Bytes that the step had made, and still held, at the first call of each of the first ones.
+        held_bytes: Bytes that the step has made, and holds at its end, when its backward would begin; None if the dry
+            run ended before.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
         returned: Tensors that modules have returned, and which of them the step makes nothing of.
     """
@@ -73,6 +75,7 @@ class StepCompute(AssumedValues):
         self.messages: defaultdict[str, set[frozenset[int]]] = defaultdict(set)
         self.unfinished: set[str] = set()
         self.made_before: dict[str, int] = {}
+        self.held_bytes: int | None = None
         self.stopped_at = ""
         self.returned = ReturnedTensors()
         # Storages that the step was given, and those that it has made, by identity.
@@ -126,14 +129,22 @@ class StepCompute(AssumedValues):
 
     def _note_made_before(self, name: str) -> None:
         """Note what the step has made and still holds, at the first call of a module."""
-        if name in self.made_before or len(self.made_before) >= _MOST_BEFORE:
-            return
+        if name not in self.made_before and len(self.made_before) < _MOST_BEFORE:
+            self.made_before[name] = self._made_bytes()
+
+    def end_step(self) -> None:
+        """The step is over, and what it has returned is still there."""
+        self.returned.end_step()
+        self.held_bytes = self._made_bytes()
+
+    def _made_bytes(self) -> int:
+        """Bytes that the step has made and still holds."""
         alive = {}
         for identity, (storage, size_bytes) in self._made.items():
             if not storage.expired():
                 alive[identity] = storage, size_bytes
         self._made = alive
-        self.made_before[name] = sum(size_bytes for _, size_bytes in alive.values())
+        return sum(size_bytes for _, size_bytes in alive.values())
 
     def _count(self, name: str, flops: int) -> None:
         self.plannable[name] += flops
@@ -152,10 +163,9 @@ class StepCompute(AssumedValues):
         # A plan's share is that of forwards: a backward's FLOPs belong to no module.
         if backward_number() is not None:
             return result
-        if len(self.made_before) < _MOST_BEFORE:
-            for identity, storage in _storages(tensors_in(result)).items():
-                if identity not in self._older:
-                    self._made[identity] = storage
+        for identity, storage in _storages(tensors_in(result)).items():
+            if identity not in self._older:
+                self._made[identity] = storage
         # What was assumed has not been computed.
         if self.assumed_values == assumed_before:
             self.total += _flops(self._formulas.get(packet_of(func)), func, args, kwargs, result)
@@ -225,7 +235,7 @@ def _dry_step(
             try:
                 with compute, AssumedArrays(compute):
                     result = step(duplicate, copied_inputs)
-                    compute.returned.end_step()
+                    compute.end_step()
                     del result
             except Exception as error:  # whatever a step does that was written for real tensors
                 compute.stopped_at = _place_of(error)

@@ -53,7 +53,7 @@ def with_variants(
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
             return alone
-        expected = _repeatable_outcome(profiler)
+        expected = _repeatable_outcome(profiler, may_draw=compiled.saving_bytes is not None)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
         return alone
@@ -157,13 +157,13 @@ def _is_close(tensor: torch.Tensor | None, expected: torch.Tensor | None, scale:
     return tensor.shape == expected.shape and torch.allclose(tensor, expected, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def _repeatable_outcome(profiler: StageProfiler) -> _Outcome:
+def _repeatable_outcome(profiler: StageProfiler, *, may_draw: bool) -> _Outcome:
     """The outcome of a stage as it is; raises CannotRepeatError if there may be another one next time."""
     device = tensors_in(profiler.boundary.leaves)[0].device
     profiler.rewind()
     before = GeneratorStates(device)
     outcome = _outcome(profiler)
-    if not before.equals(GeneratorStates(device)):
+    if not may_draw and not before.equals(GeneratorStates(device)):
         raise CannotRepeatError("it draws random numbers, which torch would draw anew where it recomputes")
     if not _agree(outcome, _outcome(profiler)):
         raise CannotRepeatError("its gradients differ in bits from run to run")

@@ -82,3 +82,10 @@ def test_the_mode_grows_and_seconds_count_only_for_one_call_alone() -> None:
     assert joint.joined_with(is_joint=False, in_lockstep=True) == Mode(is_joint=True, in_lockstep=True)
     assert not joint.plans_by_seconds
     assert not Mode(in_lockstep=True).plans_by_seconds
+
+
+def test_what_was_compiled_as_a_whole_runs_as_it_is_until_a_step_needs_a_plan() -> None:
+    resting = (Event.CHOSEN, Event.RESTED)
+    assert after(*resting) is State.AS_COMPILED
+    assert after(*resting, Event.PRESSED) is State.PLANNING
+    assert after(*resting, Event.PRESSED, Event.PLANNED) is State.WATCHING

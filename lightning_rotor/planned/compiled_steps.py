@@ -1,0 +1,71 @@
+"""Steps of a model that the user compiled as a whole, which run as they are for as long as they keep the limit.
+
+A plan takes compiled code apart, so nothing is planned before a step has shown that something must be recomputed. The
+first steps are measured, a few later ones, and each with a larger batch than all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_rotor.capture.compiled import taken_apart
+from lightning_rotor.planned.loop import TrainingLoop
+from lightning_rotor.planned.target_search import Target
+from lightning_rotor.private.torch_names import INNER, has_compiled_method, is_compiled
+
+PRESSED = "pressed"
+"""Key of what is saved of a training that ran out of memory as it was compiled."""
+
+
+def compiled_around(loop: TrainingLoop, target: Target) -> str | None:
+    """A message that a plan for a target takes apart what the user compiled; None if that is not so.
+
+    Blocks that were compiled inside of a target stay compiled under a plan.
+    """
+    model = loop.model
+    if loop.is_compiled:
+        return taken_apart("the LightningModule")
+    if has_compiled_method(model, "training_step"):
+        return taken_apart("training_step", what="the modules in it")
+    parts = target.name.split(".") if target.name else []
+    for length in range(len(parts), -1, -1):
+        name = ".".join(parts[:length])
+        module = model.get_submodule(name)
+        if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
+            return taken_apart(target.place)
+    return None
+
+
+class CompiledSteps:
+    """The largest step that has kept the limit, and what it says of others."""
+
+    def __init__(self) -> None:
+        self._batch_bytes = 0
+        self._held_bytes = 0
+        self._peak_bytes = 0
+
+    def is_new(self, batch: Sequence[torch.Tensor]) -> bool:
+        """True if no batch as large as this one has been measured."""
+        return _bytes_of(batch) > self._batch_bytes
+
+    def foresees_excess(self, batch: Sequence[torch.Tensor], limit_bytes: int) -> bool:
+        """True if a step takes more than the limit where activations grow as the batch does."""
+        if not self._batch_bytes:
+            return False
+        growth = _bytes_of(batch) / self._batch_bytes
+        activation_bytes = self._peak_bytes - self._held_bytes
+        return growth > 1 and self._held_bytes + growth * activation_bytes > limit_bytes
+
+    def note(self, batch: Sequence[torch.Tensor], *, held_bytes: int, peak_bytes: int) -> None:
+        """Remember a step that has kept the limit: what it began with, and its peak."""
+        batch_bytes = _bytes_of(batch)
+        if (batch_bytes, peak_bytes) > (self._batch_bytes, self._peak_bytes):
+            self._batch_bytes = batch_bytes
+            self._held_bytes = held_bytes
+            self._peak_bytes = peak_bytes
+
+
+def _bytes_of(batch: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in batch)

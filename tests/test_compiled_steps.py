@@ -1,0 +1,191 @@
+"""What the user compiled as a whole runs as it is for as long as the limit is kept, and under a plan from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWarning
+from lightning_rotor.planned.compiled_steps import CompiledSteps
+from tests.training import assert_same_bits
+
+WIDTH, BATCH, STEPS = 32, 64, 6
+ROOM, PRESSURE = "1GiB", "620KiB"  # plain training takes 820 KiB
+WAYS = ("training_step", "forward", "wrapped", "in place", "submodule", "whole", "decorated")
+
+
+class Graphs:
+    """A backend that counts the graphs that it is given, and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.number += 1
+        return graph.forward
+
+
+class Net(L.LightningModule):
+    def __init__(self, way: str, backend: Any) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4))
+        self.body = nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, 2)
+        if way == "training_step":
+            self.training_step = torch.compile(self.training_step, backend=backend)  # type: ignore[method-assign]
+        elif way == "forward":
+            self.body.forward = torch.compile(self.body.forward, backend=backend)  # type: ignore[method-assign]
+        elif way == "wrapped":
+            self.body = torch.compile(self.body, backend=backend)  # type: ignore[assignment]
+        elif way == "in place":
+            self.body.compile(backend=backend)
+        elif way == "submodule":
+            self.body = nn.Sequential(torch.compile(self.body, backend=backend))  # type: ignore[arg-type]
+        elif way == "decorated":
+
+            class Decorated(nn.Sequential):
+                @torch.compile(backend=backend)
+                def forward(self, x: torch.Tensor) -> torch.Tensor:
+                    for layer in self:
+                        x = layer(x)
+                    return x
+
+            self.body = Decorated(*self.body)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(self.body(batch[0])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def fit(
+    folder: Path, way: str, callbacks: list[Any], *, sizes: tuple[int, ...] = (), **options: Any
+) -> tuple[Any, int]:
+    """Weights after a few steps, and the number of graphs that were compiled."""
+    torch._dynamo.reset()
+    L.seed_everything(3, verbose=False)
+    graphs = Graphs()
+    model: Any = Net(way, graphs)
+    if way == "whole":
+        model = torch.compile(model, backend=graphs)
+    generator = torch.Generator().manual_seed(5)
+    batches = [torch.randn(size, WIDTH, generator=generator) for size in sizes or [BATCH] * STEPS]
+    data = DataLoader([(batch,) for batch in batches], batch_size=None)  # type: ignore[arg-type]
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "max_epochs": 1, "default_root_dir": folder}
+    trainer = L.Trainer(**(quiet | options), callbacks=callbacks)
+    trainer.fit(model, data)
+    return list(trainer.lightning_module.parameters()), graphs.number
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_room_the_same_graphs_run_to_the_same_bits(tmp_path: Path, way: str) -> None:
+    rotor = RotorCallback(ROOM, show_table=False)
+    plain, graphs = fit(tmp_path, way, [])
+    watched, watched_graphs = fit(tmp_path, way, [rotor])
+    assert graphs == watched_graphs == 1
+    assert_same_bits(plain, watched)
+    # A submodule of the planned one is a stage, as compiled blocks are, and stays compiled under a plan.
+    assert rotor.plan is None or (way == "submodule" and not rotor.plan.recomputed)
+    assert rotor.budget_bytes == 2**30
+    assert rotor.measured_peak_bytes is not None
+    assert 700 * 1024 < rotor.measured_peak_bytes < 1024 * 1024
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "submodule"])
+def test_under_pressure_a_plan_follows_on_the_first_step(tmp_path: Path, way: str) -> None:
+    rotor = RotorCallback(PRESSURE, show_table=False)
+    plain, _ = fit(tmp_path, way, [])
+    with pytest.warns(RotorWarning, match=r"was compiled as a whole, but a plan takes it apart"):
+        planned, _ = fit(tmp_path, way, [rotor])
+    assert_same_bits(plain, planned)
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert rotor.measured_peak_bytes is not None
+    assert rotor.measured_peak_bytes <= rotor.budget_bytes == 620 * 1024
+
+
+def test_a_larger_batch_that_would_exceed_the_limit_is_planned_before_it_runs(tmp_path: Path) -> None:
+    rotor = RotorCallback("1MiB", show_table=False)
+    sizes = (BATCH, BATCH, BATCH, BATCH, 2 * BATCH, 2 * BATCH)
+    plain, _ = fit(tmp_path, "in place", [], sizes=sizes)
+    with pytest.warns(RotorWarning, match=r"was compiled as a whole"):
+        planned, _ = fit(tmp_path, "in place", [rotor], sizes=sizes)
+    assert_same_bits(plain, planned)
+    assert rotor.plan is not None
+    assert rotor.plan.chain.stages[0].takes[0].startswith(f"float32[{2 * BATCH}, ")
+    assert rotor.measured_peak_bytes is not None
+    assert rotor.measured_peak_bytes <= 2**20
+
+
+def test_a_limit_that_no_plan_keeps_ends_training(tmp_path: Path) -> None:
+    with (
+        pytest.warns(RotorWarning, match="was compiled as a whole"),
+        pytest.raises(BudgetError, match="is below the minimum"),
+    ):
+        fit(tmp_path, "in place", [RotorCallback("300KiB", show_table=False)])
+
+
+def test_an_excess_in_the_last_step_is_told(tmp_path: Path) -> None:
+    with pytest.warns(RotorWarning, match="the last step of this training has taken"):
+        fit(tmp_path, "in place", [RotorCallback(PRESSURE, show_table=False)], sizes=(BATCH,))
+
+
+def test_gradients_that_add_up_later_are_foreseen(tmp_path: Path) -> None:
+    rotor = RotorCallback(ROOM, show_table=False)
+    plain, graphs = fit(tmp_path, "in place", [], accumulate_grad_batches=3)
+    watched, watched_graphs = fit(tmp_path, "in place", [rotor], accumulate_grad_batches=3)
+    assert graphs == watched_graphs
+    assert_same_bits(plain, watched)
+
+
+def test_larger_batches_are_foreseen_in_proportion() -> None:
+    steps, small, large = CompiledSteps(), [torch.zeros(10)], [torch.zeros(20)]
+    assert steps.is_new(small)
+    assert not steps.foresees_excess(small, 0)
+    steps.note(small, held_bytes=100, peak_bytes=300)
+    assert not steps.is_new(small)
+    assert steps.is_new(large)
+    assert not steps.foresees_excess(large, 500)
+    assert steps.foresees_excess(large, 499)
+    assert not steps.foresees_excess(small, 0)
+
+
+def test_a_checkpointable_stays_one_graph_under_pressure() -> None:
+    layers = (layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)))
+    net, x = nn.Sequential(*layers), torch.randn(256, 32)
+
+    def train(module: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        net.zero_grad()
+        module(x).square().sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+    expected = train(torch.compile(net))
+    planned = Checkpointable(torch.compile(net), mem_limit="1GiB")
+    assert_same_bits(expected, train(planned))
+    assert planned.chain is not None
+    assert [option.name for option in planned.chain.stages[0].options] == ["keep"]
+    plain_bytes = planned.plan.peak_bytes if planned.plan is not None else 0
+    planned = Checkpointable(torch.compile(net), mem_limit=int(0.7 * plain_bytes))
+    assert_same_bits(expected, train(planned))
+    assert planned.chain is not None
+    assert [option.name for option in planned.chain.stages[0].options] == ["keep", "planned inside"]
+    assert planned.plan is not None
+    assert planned.plan.peak_bytes <= 0.7 * plain_bytes
