@@ -75,7 +75,10 @@ class Signature:
 
     @property
     def family(self) -> Any:
-        """Equal for signatures that differ in the sizes of tensors alone."""
+        """Equal for signatures that differ in the sizes of tensors alone, and perhaps in the recording.
+
+        For costs and schedules. What runs one call may run another only if that ``differs_in_sizes``.
+        """
         names = tuple(stage.name for stage in self.cut.stages)
         dimensions = tuple(map(len, self.shapes))
         return (
