@@ -12,10 +12,14 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from statistics import median
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 
@@ -27,6 +31,7 @@ from lightning_rotor.profiling import StepMeter
 BUDGETS = (0.5, 0.2)
 # One graph may be compiled again, when its measured peak has shown what counting has missed.
 MOST_COMPILATIONS = 2
+_numbers = count()
 
 
 class Block(nn.Module):
@@ -114,12 +119,17 @@ def measured_peak(row: Row, tokens: torch.Tensor) -> int:
     return max(phase.peak_bytes for phase in meter.stop().phases)
 
 
+def _called(net: nn.Module, tokens: torch.Tensor) -> Any:
+    return net(tokens)
+
+
 def compiled_row(name: str, net: nn.Module, tokens: torch.Tensor, context: Any) -> Row:
     """A row that was compiled in a context, with its peak and gradients."""
-    # Each row's compiled code is its own, as graphs are kept by code object.
-    torch._dynamo.reset()
     own = copy.deepcopy(net)
-    row = Row(name, own, torch.compile(own, dynamic=False))
+    # Dynamo keeps compiled code with the code object that it stands for, so each row has its own.
+    code = _called.__code__.replace(co_name=f"_called_{next(_numbers)}")
+    function = FunctionType(code, globals())
+    row = Row(name, own, partial(torch.compile(function, dynamic=False), own))
     began = time.perf_counter()
     with context:
         row.step(tokens)
@@ -174,6 +184,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="for timing all rows")
     parser.add_argument("--blocks", type=int, help="fewer than by default, to try it")
     options = parser.parse_args()
+    # Each row shows what compiling costs, and what was counted.
+    torch._inductor.config.force_disable_caches = True
     on_gpu = options.device.startswith("cuda")
     width, heads, blocks, words, batch, length = (768, 12, 8, 8192, 16, 512) if on_gpu else (128, 4, 4, 256, 8, 128)
     blocks = options.blocks or blocks

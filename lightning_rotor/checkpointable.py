@@ -28,7 +28,7 @@ from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.lightning_packages import lightning_module_class
 from lightning_rotor.private.sharding import units_below
-from lightning_rotor.private.torch_names import is_compiled, is_compiler_wrapper, module_inside
+from lightning_rotor.private.torch_names import has_compiled_method, is_compiled, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -162,7 +162,8 @@ class Checkpointable(nn.Module):
             )
         self.__dict__[_WRAPPED] = module
         self._prepare()
-        if is_compiled(module) and not is_compiler_wrapper(module):
+        is_taken_apart = is_compiled(module) and not is_compiler_wrapper(module)
+        if is_taken_apart or has_compiled_method(module, "forward"):
             message = taken_apart(f"this {type(module).__name__}")
             remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
             warnings.warn(remedy, RotorWarning, stacklevel=2)

@@ -167,6 +167,17 @@ def test_larger_batches_are_foreseen_in_proportion() -> None:
     assert not steps.foresees_excess(small, 0)
 
 
+def test_a_checkpointable_says_that_a_compiled_forward_is_taken_apart() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net.forward = torch.compile(net.forward, backend="eager")  # type: ignore[method-assign]
+    with pytest.warns(RotorWarning, match=r"was compiled as a whole, but a plan takes it apart"):
+        planned = Checkpointable(net, mem_limit="1MiB")
+    compiled = net.forward
+    planned(torch.randn(2, 4)).sum().backward()
+    assert net.forward is compiled
+    assert planned.plan is not None
+
+
 def test_a_checkpointable_stays_one_graph_under_pressure() -> None:
     layers = (layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)))
     net, x = nn.Sequential(*layers), torch.randn(256, 32)

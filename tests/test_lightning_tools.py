@@ -534,12 +534,15 @@ def test_one_graph_is_refused(tmp_path: Path, part: str) -> None:
         fit(tmp_path, [RotorCallback(LIMIT, show_table=False)], lambda: compiled(part, fullgraph=True))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_what_the_compiler_returned_cannot_be_the_target(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"was compiled as a whole, which leaves nothing to cut: expected its blocks to be compiled"
-    ):
-        fit(tmp_path, [RotorCallback(LIMIT, "body", show_table=False)], lambda: compiled("target"))
+def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Path) -> None:
+    rotor = RotorCallback(LIMIT, "body", show_table=False)
+    with pytest.warns(RotorWarning, match=r"'body._orig_mod' was compiled as a whole, but a plan takes it apart"):
+        planned = fit(tmp_path, [rotor], lambda: compiled("target"))[1]
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert_same_bits(list(fit(tmp_path, [])[1].parameters()), list(planned.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -86,6 +86,11 @@ class StepLimit:
         """Read the limit, as every budget does."""
         self.size_bytes = self._agreed_bytes or self._loop.limit_bytes(self._limit, batch)
 
+    def look_around(self, batch: Sequence[torch.Tensor]) -> None:
+        """Read the limit, and count what a step holds in which nothing is planned."""
+        self.read(batch)
+        self._resident = self._loop.resident(self._loop.model, batch, self._loop.device())
+
     def device_has_room(self, step: Step, held_bytes: int | None) -> bool:
         """True unless a step that makes and holds so much for its backward is known to run out of memory."""
         if held_bytes is None or step.start is None:

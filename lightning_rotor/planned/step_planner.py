@@ -217,7 +217,7 @@ class StepPlanner(BudgetSource):
         if not is_measured:
             return
         self._look_at_start(step)
-        self.limit.read(batch)
+        self.limit.look_around(batch)
         self._compilation.enter_context(compilation_heard(self.watch.begin_compiling, self.watch.end_compiling))
         self.watch.start(self.loop, batch, is_due=is_due)
         is_refused = is_due and not self.watch.due

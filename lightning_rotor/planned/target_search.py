@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_rotor.capture.sequentialize import check_module
 from lightning_rotor.errors import ModelError, ProfilingError
+from lightning_rotor.private.torch_names import INNER, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling.step_compute import StepCompute
 
 # A share of the compute that is worth a word to the user, or another choice.
@@ -60,6 +61,10 @@ def named_target(model: nn.Module, name: str) -> Target:
         module = model.get_submodule(name)
     except AttributeError:
         raise _no_submodule(model, name) from None
+    if is_compiler_wrapper(module):
+        # What torch.compile returned stands in the module's place, and a plan is for the module.
+        module = module_inside(module)
+        name = f"{name}.{INNER}".lstrip(".")
     check_module(module)
     return Target(name, module, "as named")
 

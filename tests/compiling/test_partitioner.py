@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -53,9 +54,11 @@ TOKENS, IMAGES = (BATCH, LENGTH, WIDTH), (8, 4, 16, 16)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
+def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    yield
+    # What is in a cache is not split again.
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
     torch._dynamo.reset()
 
 
