@@ -176,27 +176,3 @@ def test_a_checkpointable_says_that_a_compiled_forward_is_taken_apart() -> None:
     planned(torch.randn(2, 4)).sum().backward()
     assert net.forward is compiled
     assert planned.plan is not None
-
-
-def test_a_checkpointable_stays_one_graph_under_pressure() -> None:
-    layers = (layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)))
-    net, x = nn.Sequential(*layers), torch.randn(256, 32)
-
-    def train(module: Any) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        net.zero_grad()
-        module(x).square().sum().backward()
-        return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-
-    expected = train(torch.compile(net))
-    planned = Checkpointable(torch.compile(net), mem_limit="1GiB")
-    assert_same_bits(expected, train(planned))
-    assert planned.chain is not None
-    assert [option.name for option in planned.chain.stages[0].options] == ["keep"]
-    plain_bytes = planned.plan.peak_bytes if planned.plan is not None else 0
-    planned = Checkpointable(torch.compile(net), mem_limit=int(0.7 * plain_bytes))
-    assert_same_bits(expected, train(planned))
-    assert planned.chain is not None
-    assert [option.name for option in planned.chain.stages[0].options] == ["keep", "planned inside"]
-    assert planned.plan is not None
-    assert planned.plan.peak_bytes <= 0.7 * plain_bytes

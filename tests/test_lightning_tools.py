@@ -27,7 +27,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
+from lightning_rotor import BudgetError, RotorCallback, RotorWarning
 from tests.training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
@@ -547,6 +547,10 @@ def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Pat
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_a_compiled_model_itself_cannot_be_the_target(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"torch\.compile of a whole LightningModule replaces its forward too"):
-        fit(tmp_path, [RotorCallback(LIMIT, "", show_table=False)], lambda: compiled("whole"))
+def test_a_compiled_model_itself_can_be_the_target(tmp_path: Path) -> None:
+    rotor = RotorCallback(LIMIT, "", show_table=False)
+    with pytest.warns(RotorWarning, match=r"the LightningModule was compiled as a whole, but a plan takes it apart"):
+        planned = fit(tmp_path, [rotor], lambda: compiled("whole"))[1]
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert_same_bits(list(fit(tmp_path, [])[1].parameters()), list(planned.parameters()))

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_rotor.compiling.backward_writer import graphs_for
@@ -15,7 +16,7 @@ from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
 from lightning_rotor.errors import BudgetError, ModelError
 from lightning_rotor.planning import frontier
-from lightning_rotor.private.partitioning import outside_of_fakes, parts_of
+from lightning_rotor.private.partitioning import is_mutable, outside_of_fakes, parts_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes
 
@@ -67,6 +68,7 @@ def partition(
     """
     parts = parts_of(joint, outputs, static_inputs)
     stages = stages_of(joint, parts)
+    _refuse_effects(joint, parts.changed_inputs)
     if reads_of_sizes(stages):
         raise ModelError(
             "a graph that was compiled for several sizes cannot be planned: expected torch.compile(..., dynamic=False), "
@@ -113,6 +115,24 @@ def partition(
         budget_bytes=budget_bytes,
         stage="",
     )
+
+
+def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
+    """Raise ``ModelError`` if a graph does more than compute, so that no part of it may run twice or be left out."""
+    for node in joint.graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload):
+            continue
+        if target.namespace in ("_c10d_functional", "c10d"):
+            what = "exchanges messages with other processes"
+        elif is_mutable(target) and node.args[0] not in changed:
+            what = f"changes a tensor in place ({target})"
+        else:
+            continue
+        raise ModelError(
+            f"a compiled graph {what}, so it cannot be planned inside: expected the blocks compiled instead of the whole "
+            "(for block in net.blocks: block.compile())"
+        )
 
 
 class Partitioner:

@@ -133,7 +133,9 @@ def finished(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.Grap
     """A pair of graphs as compilers expect it: each part of several results is taken at once."""
     from torch._functorch import partitioners
 
-    return partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    # Where it is defined differs between versions of torch.
+    names: Any = partitioners
+    return names.raise_getitems(forward), names.raise_getitems(backward)
 
 
 def copy_attributes(source: fx.Node, target: fx.Node) -> None:
@@ -141,6 +143,11 @@ def copy_attributes(source: fx.Node, target: fx.Node) -> None:
     target.meta.update(source.meta)
     if target.op in ("call_function", "get_attr"):
         target.meta["autograd_backward"] = True
+
+
+def is_mutable(target: torch._ops.OpOverload) -> bool:
+    """True if an operation writes to one of its arguments."""
+    return bool(target._schema.is_mutable)
 
 
 def takes_part(node: fx.Node) -> bool:
@@ -161,8 +168,11 @@ def under_partitioner(partition: Callable[..., Any], key: str) -> AbstractContex
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
-        def __call__(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-            return partition(joint, inputs, **options)
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            forward, backward = partition(gm, joint_inputs, **kwargs)
+            return forward, backward
 
         def uuid(self) -> Any:
             return key
@@ -175,4 +185,4 @@ def under_partitioner(partition: Callable[..., Any], key: str) -> AbstractContex
             # It pickles them, too, for the key of its cache.
             return str, (key,)
 
-    return config.patch(custom_partitioner_fn=Partitioner())
+    return config.patch(custom_partitioner_fn=Partitioner())  # type: ignore[no-any-return]
