@@ -44,6 +44,8 @@ class Signature:
     def of(cls, cut: SequentialCut | GraphCut, value: Any, modes: Modes) -> Signature:
         """The signature of a call with this input of the chain."""
         tensors = tensors_in(value)
+        # Behind the shapes stand numbers that only values tell: a packed sequence of the same shape may hold more
+        # entries.
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if isinstance(cut, GraphCut):
             for total in cut.recording.guards.totals:
