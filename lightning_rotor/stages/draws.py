@@ -69,29 +69,37 @@ def drawn_since(
     """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
 
     Where other threads do not rest, a kind that moves in every run is taken for the code's. If it is not in
-    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently.
+    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently, or if
+    a thread has drawn that seemed to rest.
     """
     drawn = before.changed()
     if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
         return drawn
+    repeated = frozenset[str]()
     behind = _at_rest(before)
     if behind is not None:
         drawn = before.changed()
         before.restore(drawn)
         try:
             again()
-            return drawn & (before.changed() | frozenset(certain))
+            drawn &= before.changed() | frozenset(certain)
+            # Equal code ends alike from equal numbers. If not, another thread has drawn in one of the two runs, or one
+            # that only seemed to rest draws now, from numbers that it has had before.
+            repeated = drawn & behind.changed() - frozenset(certain)
         finally:
             behind.restore()
+        if not repeated:
+            return drawn
     for _ in range(_RUNS):
         if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
-            return drawn
+            break
         time.sleep(_REST_SECONDS)
         now = before.now()
         again()
         drawn &= now.changed()
     doubtful = drawn - frozenset(certain)
     mixed = {kind for kind in doubtful if _moves_differently(kind, before, again)}
+    mixed |= repeated - drawn
     if mixed:
         warnings.warn(
             f"another thread draws from {' and '.join(sorted(mixed))} while this one runs the model to measure or to "
@@ -104,13 +112,16 @@ def drawn_since(
 
 
 def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
-    """The state of the same generators once nobody draws from them; None if somebody does not stop."""
+    """The state of the same generators once nobody draws from them; None if somebody does not stop, or may not."""
     now = states.now()
     for _ in range(_RUNS):
         # A thread that prefetches comes to rest when its queue is full.
+        began = time.monotonic()
         time.sleep(_REST_SECONDS)
+        # Where the machine keeps this thread waiting, another one that did not draw may only wait, too.
+        is_busy = time.monotonic() - began > 2 * _REST_SECONDS
         before, now = now, states.now()
-        if now.equals(before):
+        if now.equals(before) and not is_busy:
             return now
     return None
 
