@@ -354,12 +354,14 @@ def test_it_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     fit([RotorCallback(mem_limit="1GiB")], tmp_path)
     printed = capsys.readouterr().out
     for row in (
-        "Budget",
+        "Limit",
         "Peak without recomputation",
-        "Peak with the plan",
-        "Peak measured",
-        "Recompute overhead",
+        "Peak with this plan",
+        "Time added to these modules",
+        "Measuring, planning took",
         "Schedule",
+        "Planned",
+        "A better plan could save",
     ):
         assert row in printed
     assert printed.count("Recomputation plan") == 1
@@ -468,7 +470,7 @@ def test_the_log_says_what_is_planned_and_what_it_costs_on_a_line_each(
         r"\w+ becomes \d+ stages .*",
         r"RotorCallback plans .*: \d+ % of the FLOPs .*",
         r"\w+ for \d+(×\d+)*: costs measured in .*, peak of activations .* of .*, 0 of \d+ stages recomputed \(\+0\.0 % .*\)",
-        r"RotorCallback: limit 1\.00 GiB, peak .* \(measured .*\), overhead 0\.0 % .*, measuring took .* and planning .*",
+        r"RotorCallback: limit 1\.00 GiB, peak .* \(measured .*\), 0\.0 % of time added to .*, measuring took .* and planning .*",
     )
     assert len(lines) == len(expected)
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, lines, strict=True)), lines
