@@ -100,7 +100,8 @@ class _ProcessPlan:
         """Log the plan, on one line."""
         measured_bytes = self.measured_peak_bytes
         _log.info(
-            "RotorCallback: limit %s, peak %s%s, %.1f %% of time added to the planned modules, measuring took %s and planning %s",
+            "RotorCallback: limit %s, peak %s%s, %.1f %% of time added to what is planned, "
+            "measuring took %s and planning %s",
             format_bytes(self.limit_bytes),
             format_bytes(self.predicted_peak_bytes),
             "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
