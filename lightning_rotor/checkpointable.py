@@ -121,7 +121,7 @@ class Checkpointable(nn.Module):
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
-        show_progress: Show a progress bar when measuring takes longer than two seconds.
+        show_progress: Show a progress bar when measuring or planning takes longer than two seconds.
     Raises:
         ModelError: The module is not supported, or empty, or holds FSDP units.
         UnitError: ``mem_limit`` is not positive, or cannot be read; ``compiled_variants`` is none of the three.

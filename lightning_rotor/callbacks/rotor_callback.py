@@ -100,7 +100,8 @@ class _ProcessPlan:
         """Log the plan, on one line."""
         measured_bytes = self.measured_peak_bytes
         _log.info(
-            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
+            "RotorCallback: limit %s, peak %s%s, %.1f %% of time added to what is planned, "
+            "measuring took %s and planning %s",
             format_bytes(self.limit_bytes),
             format_bytes(self.predicted_peak_bytes),
             "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
@@ -109,14 +110,13 @@ class _ProcessPlan:
             format_seconds(self.plan.solve_seconds),
         )
 
-    def table(self) -> Table:
+    def table(self, reason: str = "") -> Table:
         """A table of the costs of the plan, and of each of its calls if it is for several."""
-        rows = [("Measuring", format_seconds(self.measuring_seconds))]
-        if self.measured_overhead is not None:
-            rows.append(("Overhead measured", f"{100 * self.measured_overhead:.1f} % of the step"))
+        memory = []
         if self.measured_reserved_bytes is not None:
             reserved = format_bytes(self.measured_reserved_bytes)
-            rows.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
+            memory.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
+        rows = [("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)]
         if isinstance(self.plan, StepPlan):
             whole = self.plan.chain.step_seconds
             for name, call in zip(self.plan.names, self.plan.calls, strict=True):
@@ -129,8 +129,26 @@ class _ProcessPlan:
             reserved_bytes=self.reserved_bytes,
             final_peak_bytes=self.final_peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[*rows, ("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)],
+            measured_overhead=self.measured_overhead,
+            measuring_seconds=self.measuring_seconds,
+            memory_rows=memory,
+            extra_rows=rows,
+            reason=reason,
         )
+
+    def news_since(self, before: _ProcessPlan | None) -> str | None:
+        """The reason to show this plan after another one; empty if there is none before, None if nothing is new."""
+        if before is None:
+            return ""
+        chain, other = self.plan.chain, before.plan.chain
+        same_sizes = [each.keep.kept_bytes for each in chain] == [each.keep.kept_bytes for each in other]
+        if not same_sizes or chain.names != other.names:
+            # Smaller inputs take less, and sizes may change at every step.
+            larger = self.predicted_peak_bytes > before.predicted_peak_bytes
+            return "a larger input came, or another module" if larger else None
+        if self.plan.schedule == before.plan.schedule:
+            return None
+        return "planned anew, by the bytes and seconds that steps have taken"
 
 
 def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
@@ -257,6 +275,7 @@ class RotorCallback(Callback):
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # while training
         self._last: _ProcessPlan | None = None  # of the training before
+        self._printed: _ProcessPlan | None = None  # in this training
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -297,7 +316,7 @@ class RotorCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
-            self._planner = self._last = None
+            self._planner = self._last = self._printed = None
             limit = "what is free" if self._limit is None else str(self._limit)
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
@@ -434,5 +453,7 @@ class RotorCallback(Callback):
         shown.tell()
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
-        if self._show_table:
-            show(shown.table())
+        reason = shown.news_since(self._printed)
+        if self._show_table and reason is not None:
+            show(shown.table(reason))
+            self._printed = shown

@@ -42,7 +42,7 @@ from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -63,7 +63,7 @@ class PlanSettings:
         slots: Resolution of the planner.
         max_plans: Signatures that are kept.
         compiled_variants: Under which other memory budgets compiled blocks may run.
-        show_progress: Show a progress bar while measuring takes long.
+        show_progress: Show a progress bar while measuring or planning takes long.
     Raises:
         UnitError: ``slots`` or ``max_plans`` is no positive integer.
     """
@@ -486,7 +486,8 @@ class ModulePlans:
         return budget.capped(self.ceiling.size_bytes) if ceiling else budget
 
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
-        plan = budget.plan(profile.chain, slots=self._settings.slots)
+        with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
+            plan = budget.plan(profile.chain, slots=self._settings.slots)
         self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
         return plan
 

@@ -4,6 +4,9 @@ Both have the same code, and their classes are different ones. A Trainer takes c
 own package alone, and programs of others are written for either. So a class of ours derives from both.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -11,6 +14,7 @@ from typing import Any
 
 LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
 _OLDEST = (2, 6)
+_SPEAKER = "lightning_utilities.core.rank_zero"
 
 
 @cache
@@ -20,7 +24,8 @@ def installed() -> tuple[ModuleType, ...]:
     for name in LIGHTNINGS:
         top_name, _, _ = name.partition(".")
         try:
-            package = import_module(name)
+            with _same_logger():
+                package = import_module(name)
         except ModuleNotFoundError as error:
             # Something else is missing, which the user must hear of.
             if error.name not in (name, top_name):
@@ -30,6 +35,19 @@ def installed() -> tuple[ModuleType, ...]:
         if tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST:
             packages.append(package)
     return tuple(packages)
+
+
+@contextmanager
+def _same_logger() -> Iterator[None]:
+    """Lets the Lightning that the user has imported go on under its logger's name, by which users silence it.
+
+    Each of the two takes over all messages when it is imported (``rank_zero_module.log``).
+    """
+    speaker = sys.modules.get(_SPEAKER) if any(name in sys.modules for name in LIGHTNINGS) else None
+    log = getattr(speaker, "log", None)
+    yield
+    if log is not None:
+        vars(speaker)["log"] = log
 
 
 @cache

@@ -23,7 +23,7 @@ from lightning_rotor.profiling.accelerators import GPUS, Accelerator
 from lightning_rotor.profiling.estimates import estimate_profile
 from lightning_rotor.profiling.input_spec import InputSpec, arguments
 from lightning_rotor.profiling.models_without_memory import build_on_meta
-from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.report.command_options import DEFAULT_GPU
 from lightning_rotor.report.named_models import model_maker, optimizers_for
@@ -49,7 +49,8 @@ def answer_to(options: Namespace) -> Answer:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
-    plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
+    with planning_progress(len(profile.chain), enabled=sys.stderr.isatty()):
+        plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
     frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
     return Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
