@@ -78,7 +78,7 @@ class Executor:
         if schedule.moves and memory is None:
             raise ScheduleError(
                 f"schedule {schedule} moves what stages hold, and there is no other memory to move it to: expected a "
-                "schedule without moves"
+                'schedule without moves, or Checkpointable(..., offload="host")'
             )
         # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)

@@ -114,8 +114,10 @@ def best_of(
     nearest = [*larger[:_NEAREST_LARGER], *smaller[:_NEAREST_SMALLER]]
     best = None
     for schedule in _unlike([Schedule.keep_all(len(chain)), *nearest]):
+        if schedule.moves and budget.link is None:
+            continue
         plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
-        if plan.peak_bytes > limit_bytes:
+        if plan.peak_bytes > limit_bytes or (budget.link is not None and not budget.link.holds(plan.host_bytes)):
             continue
         if best is None or plan.seconds < best.seconds:
             best = plan

@@ -21,7 +21,8 @@ from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.errors import OffloadError, ScheduleError
 from lightning_rotor.execution import moving
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.file_memory import FileMemory, _Places
+from lightning_rotor.execution.file_memory import FileMemory
+from lightning_rotor.execution.places import Places
 from lightning_rotor.link import Link
 from lightning_rotor.private.torch_names import threads
 from lightning_rotor.profiling import Profile, profile_chain
@@ -382,7 +383,7 @@ def test_threads_that_copy_do_not_count_as_drawing_random_numbers(tmp_path: Path
 
 
 def test_places_are_used_again() -> None:
-    places = _Places(None)
+    places = Places()
     first, second, third = (places.take(size) for size in (10, 20, 30))
     assert (first, second, third) == (0, 10, 30)
     places.give_back(second, 20)
