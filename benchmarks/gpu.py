@@ -65,7 +65,7 @@ def tests(small: bool) -> list[str]:
     # Not the whole folder: other files import packages of which a lent machine knows nothing.
     marked = sorted(str(file) for file in (HERE.parent / "tests").rglob("test_*.py") if "mark.gpu" in file.read_text())
     chosen = ["tests/test_cuda.py"] if small else marked
-    output, problem = run(small, 120, "-m", "pytest", "-n0", "-m", "gpu", "-q", "-p", "no:cacheprovider", *chosen)
+    output, problem = run(small, 110, "-m", "pytest", "-n0", "-m", "gpu", "-q", "-p", "no:cacheprovider", *chosen)
     summary = [line for line in output if line.startswith(("FAILED", "ERROR", "SKIPPED")) or " passed" in line]
     return [*(f"    {line}" for line in summary), *problem]
 
@@ -73,7 +73,7 @@ def tests(small: bool) -> list[str]:
 def peaks(small: bool) -> list[str]:
     """Of training steps, in bytes."""
     chosen = ["--models", "U-Net"] if small else ["--times", "8"]
-    output, problem = run(small, 60, "-m", "benchmarks.cuda_memory", *chosen)
+    output, problem = run(small, 80, "-m", "benchmarks.cuda_memory", *chosen)
     return [*rows(output), *problem]
 
 
@@ -86,7 +86,7 @@ def race(small: bool) -> list[str]:
         command += (
             ["--rounds", "1", "--final-rounds", "1", "--small"] if small else ["--rounds", "2", "--final-seconds", "10"]
         )
-        output, problem = run(small, 110, *command)
+        output, problem = run(small, 95, *command)
         problems += problem
         if not problem:
             found[name] = json.loads(output[-1])

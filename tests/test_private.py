@@ -252,6 +252,12 @@ def test_copying_many() -> None:
     targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
     private.copy_each(targets, sources)
     assert all(map(torch.equal, targets, sources))
+    sources.append(torch.tensor(2.0))
+    row = private.in_a_row(sources)
+    assert row.tolist() == [1, 1, 1, 1, 1, 2]
+    parts = private.taken_apart(row, sources)
+    assert all(map(torch.equal, parts, sources))
+    assert all(part.shape == source.shape for part, source in zip(parts, sources, strict=True))
 
 
 def test_operators() -> None:

@@ -64,9 +64,14 @@ class SegmentState:
         return sum([_buffer_bytes(module, block_bytes) for module in self.remembered])
 
     def copied_bytes(self, block_bytes: int) -> int:
-        """Bytes of copies of all that a forward may change, see ``planned.forward.BeforeForward``."""
-        statistics = sum(in_blocks(statistic.scratch.nbytes, block_bytes) for statistic in self.statistics)
-        return statistics + self.remembered_bytes(block_bytes)
+        """Bytes of copies of all that a forward may change, one block a type, see ``planned.out_of_memory``."""
+        sizes: dict[torch.dtype, int] = {}
+        changing = [statistic.scratch for statistic in self.statistics]
+        for module in self.remembered:
+            changing += _buffers(module)
+        for buffer in changing:
+            sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + buffer.nbytes
+        return sum(in_blocks(size, block_bytes) for size in sizes.values())
 
     def __add__(self, other: SegmentState) -> SegmentState:
         both: dict[str, Any] = {}
@@ -199,5 +204,9 @@ def _runs_other_code(module: nn.Module) -> bool:
 
 def _buffer_bytes(module: nn.Module, block_bytes: int = 1) -> int:
     """Bytes of a module's buffers, each tensor once."""
-    sizes = {id(buffer): buffer.nbytes for buffer in module._buffers.values() if buffer is not None}
-    return sum(in_blocks(size, block_bytes) for size in sizes.values())
+    return sum(in_blocks(buffer.nbytes, block_bytes) for buffer in _buffers(module))
+
+
+def _buffers(module: nn.Module) -> list[torch.Tensor]:
+    """A module's own buffers, each once."""
+    return list({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}.values())

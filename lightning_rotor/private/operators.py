@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch._refs
+import torch._utils
 from torch._ops import OpOverload, OpOverloadPacket
 
 __all__ = [
@@ -13,12 +14,14 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "copy_each",
+    "in_a_row",
     "istft_in_parts",
     "pack_sequences",
     "packet_of",
     "pad_sequences",
     "schema_of",
     "take_back",
+    "taken_apart",
     "written_arguments",
     "written_by_message",
 ]
@@ -38,6 +41,12 @@ RECURRENT: tuple[Callable[..., Any], ...] = (
 """The operators of torch's recurrent layers. The third argument of packed sequences is the state, else the weights."""
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """Copy tensors in one call, as optimizers do: on a GPU a tenth of the time. There is no public name."""
+in_a_row: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+"""The values of many tensors of one type, copied into one: one block and one kernel. DDP fills its buckets with it."""
+taken_apart: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._utils._unflatten_dense_tensors
+)
+"""Views of such a tensor, in the shapes of those that it was made of."""
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """Names, types and aliases of an operator's arguments. ``torch.ops`` shows tags in public, and no schema."""
 packet_of: Callable[[OpOverload], OpOverloadPacket] = attrgetter("_overloadpacket")

@@ -92,3 +92,5 @@ def test_names_in_messages_are_the_users() -> None:
 def test_bytes_of_all_copies_have_scratch_and_buffers() -> None:
     state = state_for(nn.BatchNorm1d(4), WithBuffer(SMALL))
     assert state.copied_bytes(1) == 2 * 16 + 8 + 16
+    # All of one type lie in one block.
+    assert state.copied_bytes(512) == 2 * 512

@@ -42,6 +42,13 @@ def test_steps_of_several_processes_differ_from_a_tenth_on(peak: int, are_seen: 
     assert drawn(10_000, peak, processes=2).are_seen is are_seen
 
 
+@pytest.mark.parametrize(("spread", "is_due"), [(600, False), (700, True)])
+def test_draws_that_leave_eight_times_their_spread_are_not_looked_for(spread: int, is_due: bool) -> None:
+    draws = drawn(5000, 5000 - spread)
+    assert draws.are_seen
+    assert bool(first_due(draws)) is is_due
+
+
 def test_once_seen_draws_stay_seen() -> None:
     assert drawn(5000, 4000, *[4500] * 10).are_seen
 
