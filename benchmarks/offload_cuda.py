@@ -404,6 +404,8 @@ def main() -> None:
             "there is no CUDA device: python -m tests.cuda_device -m benchmarks.offload_cuda --small --to FILE uses a simulated one"
         )
     torch.use_deterministic_algorithms(True, warn_only=True)
+    # It would write to all memory that is taken, copies back included.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     warnings.filterwarnings("ignore", message=".*deterministic.*")
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)
