@@ -15,10 +15,14 @@ Streams wait for each other, and Python for none of them::
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -31,6 +35,8 @@ _log = logging.getLogger(__name__)
 _UNIT_BYTES = 512
 """Of the allocator on the device, in which plans count. Copies from and to such addresses are fastest."""
 _PAGE_BYTES = mmap.PAGESIZE
+# cudaMemcpyHostToDevice and cudaMemcpyDeviceToHost.
+_TO_DEVICE, _TO_HOST = 1, 2
 # cudaHostRegisterPortable: pinned for all devices of the process.
 _PORTABLE = 1
 
@@ -38,10 +44,10 @@ _PORTABLE = 1
 class _Slab:
     """A piece of pinned memory, and who has what of it."""
 
-    __slots__ = ("__weakref__", "memory", "places")
+    __slots__ = ("__weakref__", "address", "memory", "places")
 
     def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
+        self.memory, self.address = memory, memory.data_ptr()
         self.places = Places(memory.numel(), unit_bytes=_UNIT_BYTES)
 
 
@@ -57,13 +63,8 @@ class PinnedCopy:
         # The stream whose pool the device's memory belongs to.
         self._home = memory.compute_stream()
         memory.out.wait_event(self._home.record_event())
-        with torch.cuda.stream(memory.out):
-            self._there.copy_(_bytes_of(storage), non_blocking=True)
+        memory.copy(slab.address + at, storage.data_ptr(), self._size_bytes, _TO_HOST)
         self._out = memory.out.record_event()
-
-    @property
-    def _there(self) -> torch.Tensor:
-        return self._slab.memory[self._at : self._at + self._size_bytes]
 
     def wait_out(self) -> None:
         """Let what follows on the compute stream wait until the storage is on the host."""
@@ -80,8 +81,7 @@ class PinnedCopy:
         # Whoever had the memory before may still use it.
         memory.back.wait_event(self._home.record_event())
         memory.back.wait_event(self._out)
-        with torch.cuda.stream(memory.back):
-            _bytes_of(self._target).copy_(self._there, non_blocking=True)
+        memory.copy(self._target.data_ptr(), self._slab.address + self._at, self._size_bytes, _TO_DEVICE)
         self._back = memory.back.record_event()
 
     def wait_back(self) -> torch.UntypedStorage:
@@ -122,6 +122,7 @@ class PinnedMemory:
         self.device = torch.empty(0, device=device).device
         self._limit_bytes = limit_bytes
         self.out, self.back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        self._copy = _runtime_copy()
         self._slabs: list[_Slab] = []
 
     def compute_stream(self) -> torch.cuda.Stream:
@@ -169,6 +170,16 @@ class PinnedMemory:
         self._slabs.append(self._registered(size_bytes))
         return self.copy_out(storage)
 
+    def copy(self, to: int, source: int, size_bytes: int, kind: int) -> None:
+        """Enqueue a copy between two addresses on the stream of its direction.
+
+        Torch's own copy takes ten times as long, of a host that is late already where stages are small.
+        """
+        stream = self.out if kind == _TO_HOST else self.back
+        error = self._copy(to, source, size_bytes, kind, stream.cuda_stream)
+        if error:
+            torch.cuda.check_error(error)
+
     def drain(self) -> None:
         """Wait for all copies."""
         self.out.synchronize()
@@ -214,6 +225,26 @@ def _unregister(memory: torch.Tensor, *streams: torch.cuda.Stream) -> None:
     for stream in streams:
         stream.synchronize()
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+@lru_cache(maxsize=1)
+def _runtime_copy() -> Callable[..., int]:
+    """``cudaMemcpyAsync`` of the runtime that torch has loaded."""
+    libraries: list[str | None] = [None]  # what this process sees as a whole
+    with suppress(OSError):
+        loaded = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        libraries += sorted({line.split()[-1] for line in loaded if "libcudart.so" in line})
+    for library in libraries:
+        copy = getattr(ctypes.CDLL(library), "cudaMemcpyAsync", None)
+        if copy is not None:
+            copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            copy.restype = ctypes.c_int
+            found: Callable[..., int] = copy
+            return found
+    raise OffloadError(
+        f"torch {torch.__version__} shows no cudaMemcpyAsync to copy to the host with: expected a torch for NVIDIA's "
+        "CUDA. Train without offload"
+    )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -54,8 +54,8 @@ class Offloading:
             room_bytes = offload.limit_bytes or shutil.disk_usage(folder).free
         link = offload.link(room_bytes)
         if link is None:
-            out, back = host_speed(device) if folder is None else disk_speed(folder)
-            link = Link(out, back, room_bytes=room_bytes)
+            out, back, latency = host_speed(device) if folder is None else disk_speed(folder)
+            link = Link(out, back, latency, room_bytes)
             _log.info(
                 "The link to %s carries %s/s out and %s/s back, as measured; %s may be there",
                 offload.target,
