@@ -24,6 +24,7 @@ ORDER = (
         "chain",
         "schedule",
         "link",
+        "offload",
         "live_memory",
         "simulator",
         "planning",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.outside import Foresight
@@ -58,6 +59,7 @@ class Budget:
             plan that takes least runs, until a plan for all calls follows.
         foresight: Peak of the process in steps under a plan for this chain, as a measured step foretells it; None if
             none was measured.
+        link: Over which a plan may move what stages hold; None if it moves nothing.
     """
 
     available_bytes: int
@@ -69,6 +71,7 @@ class Budget:
     is_provisional: bool = False
     foresight: Foresight | None = None
     error: type[BudgetError] = BudgetError
+    link: Link | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -78,7 +81,8 @@ class Budget:
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for the planner."""
-        return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        step: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return step if self.link is None else {**step, "link": self.link}
 
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
         """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning.plan import Plan, scheduled
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.schedule import Item, Leaf, Move, Schedule, Segment
 from lightning_rotor.simulator import simulate
 
 
@@ -151,22 +151,46 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
 
 
 def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
-    """The schedules of calls with so many stages each, from one for :func:`joined`."""
+    """The schedules of calls with so many stages each, from one for :func:`joined`.
+
+    What moves is given back when the call's forward is over, and taken again when its backward begins, where the
+    schedule would do it while other calls run: this takes no more memory.
+    """
     schedules = []
+    before = 0
     for start, length in zip(first_stages(lengths), lengths, strict=True):
         items = [item for item in schedule.items if start <= item.first < start + length]
-        schedules.append(Schedule(tuple(_shifted_item(item, -start) for item in items)))
+        own, count = len(items), len(schedule.items)
+        moves = []
+        for move in schedule.moves:
+            if before <= move.item < before + own:
+                release, fetch = (
+                    min(max(point - before, 0), own) if point < count else own + max(point - later, 0)
+                    for later in [2 * count - before - own]
+                    for point in (move.release, move.fetch)
+                )
+                moves.append(Move(move.item - before, release, fetch))
+        schedules.append(Schedule(tuple(_shifted_item(item, -start) for item in items), tuple(moves)))
+        before += own + 1
     return schedules
 
 
 def concatenated(schedules: Sequence[Schedule]) -> Schedule:
     """The schedule for :func:`joined` in which each call has its own."""
     items: list[Item] = []
+    moves: list[Move] = []
     starts = first_stages([len(schedule) for schedule in schedules])
+    count = sum(len(schedule.items) + 1 for schedule in schedules)
     for start, schedule in zip(starts, schedules, strict=True):
+        own, before = len(schedule.items), len(items)
+        # The first point of the call's backward.
+        later = 2 * count - before - own
+        for move in schedule.moves:
+            release = before + move.release if move.release <= own else later + move.release - own
+            moves.append(Move(before + move.item, release, later + move.fetch - own))
         items += [_shifted_item(item, start) for item in schedule.items]
         items.append(Leaf(start + len(schedule)))  # the user's code behind the call
-    return Schedule(tuple(items))
+    return Schedule(tuple(items), tuple(moves))
 
 
 def first_stages(lengths: Sequence[int]) -> list[int]:

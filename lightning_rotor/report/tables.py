@@ -6,14 +6,15 @@ Registered in :mod:`lightning_rotor.shown`, so that plans and curves show them w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import groupby
+from operator import itemgetter
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.report.stage_names import from_to, shortened, times
@@ -80,6 +81,8 @@ def plan_table(
     table.add_section()
     # What is recomputed?
     table.add_row("Recomputed", f"{len(plan.recomputed)} of {_stages(plan)}")
+    if plan.link is not None:
+        table.add_row("Moved", _moved(plan, plan.link))
     if plan.inverted:
         table.add_row("Inverted", f"{len(plan.inverted)} of {_stages(plan)}, whose input is rebuilt from their output")
     withheld = [stage for stage in plan.chain if stage.not_inverted]
@@ -92,6 +95,15 @@ def plan_table(
     # Could it be better?
     table.add_row("A better plan could save", _gap(plan))
     return table
+
+
+def _moved(plan: Plan, link: Link) -> str:
+    """What a plan moves, and what the link gives for it."""
+    speed = f"the link carries {format_bytes(link.out)}/s out and {format_bytes(link.back)}/s back"
+    if not plan.moved:
+        return f"none of {_stages(plan)}; {speed}"
+    waits = f"{format_seconds(plan.stall_seconds)} of waits" if plan.stall_seconds else "no waits"
+    return f"{len(plan.moved)} of {_stages(plan)}, {format_bytes(plan.host_bytes)} elsewhere; {speed}, {waits}"
 
 
 def _add(table: Table, rows: Iterable[tuple[str, str]]) -> None:
@@ -173,8 +185,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         held = sum(held_bytes[first : last + 1])
         return format_bytes(held), format_seconds(again) if again else ""
 
-    for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
-        items = list(group)
+    moved = {move.item for move in plan.schedule.moves}
+    treatments = [
+        _treatment(plan.chain, item) + ", move" * (number in moved) for number, item in enumerate(plan.schedule.items)
+    ]
+    for treatment, group in groupby(zip(plan.schedule.items, treatments, strict=True), key=itemgetter(1)):
+        items = [item for item, _ in group]
         # Each segment holds an input of its own, so each gets a row.
         runs = [items] if isinstance(items[0], Leaf) else [[item] for item in items]
         for run in runs:
