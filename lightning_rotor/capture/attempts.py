@@ -60,9 +60,15 @@ class Attempts:
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, known: Sequence[Recording] = (), opaque: Mapping[str, str] | None = None
+        self,
+        module: nn.Module,
+        call: Call,
+        known: Sequence[Recording] = (),
+        opaque: Mapping[str, str] | None = None,
     ) -> None:
-        self._module, self._call, self._known = module, call, known
+        self._module = module
+        self._call = call
+        self._known = known
         # Objections to inverses that were tried; empty where there is none.
         self._objections: dict[nn.Module, str] = {}
         self._paths = {submodule: path for path, submodule in module.named_modules()}
@@ -72,7 +78,8 @@ class Attempts:
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""
-        before, unsettled = Snapshot(self._module.modules()), None
+        before = Snapshot(self._module.modules())
+        unsettled = None
         while True:
             attempt = self._attempt()
             # Once is no proof: a forward that asks a clock has a graph, too.
@@ -99,7 +106,8 @@ class Attempts:
 
     def _make_opaque(self, attempt: _Attempt) -> bool:
         """Make the failed module, or one around it, one operation. False if that would be the root."""
-        culprit, leaves = attempt.culprit, attempt.recorder.calls.leaves
+        culprit = attempt.culprit
+        leaves = attempt.recorder.calls.leaves
         while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
             around = self._paths[culprit].rpartition(".")[0]
             culprit = self._module.get_submodule(around)
@@ -130,7 +138,12 @@ class Attempts:
             self._objections[module] = objection
         return self._objections.get(module, "")
 
-    def _try_inverse(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _try_inverse(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> str:
         if len(args) != 1 or kwargs:
             return "it takes several arguments: expected one, or a tuple"
         if any(map(is_fake, tensors_in(args))):
@@ -176,9 +189,11 @@ class Attempts:
         """Record once, and set back whatever the forward has changed."""
         recorder = Recorder(self._module, self._call, self._is_opaque, self._functions)
         notes = recorder.surroundings.notes
-        module, modules = self._module, tuple(self._module.modules())
+        module = self._module
+        modules = tuple(self._module.modules())
         with self._isolated():
-            watch, before = Watch(module, modules, tensors=True), Snapshot(modules)
+            watch = Watch(module, modules, tensors=True)
+            before = Snapshot(modules)
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
             if not units_in((module,)) and not any(map(is_compiled, modules)):
@@ -237,7 +252,9 @@ class Attempts:
 
 
 def _changed_beyond_watching(
-    before: Snapshot, modules: Sequence[nn.Module], besides: Collection[nn.Module]
+    before: Snapshot,
+    modules: Sequence[nn.Module],
+    besides: Collection[nn.Module],
 ) -> nn.Module | None:
     """The first module with a long container or a large array that has changed since, not counting some."""
     changed = set(map(id, before.changed_large()))

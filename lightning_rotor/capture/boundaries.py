@@ -66,7 +66,8 @@ def stages_of(recording: Recording) -> list[Stage]:
     number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
     for start, end in pairwise((0, *cuts, len(body))):
-        inside, is_last = body[start:end], end == len(body)
+        inside = body[start:end]
+        is_last = end == len(body)
         read: set[fx.Node] = set()
         for node in inside:
             read.update(node.all_input_nodes)
@@ -80,10 +81,12 @@ def stages_of(recording: Recording) -> list[Stage]:
         writes: tuple[int, ...]
         if is_last:
             # The nesting that the module returns is one value, behind all others.
-            returned, writes = result.args[0], (len(values),)
+            returned = result.args[0]
+            writes = (len(values),)
         else:
             outputs = [node for node in inside if lifetimes.last_use[node] >= end]
-            returned, writes = packed(outputs), tuple(map(number.__getitem__, outputs))
+            returned = packed(outputs)
+            writes = tuple(map(number.__getitem__, outputs))
         piece = GraphSlice([values[index] for index in reads], inside, returned)
         stages.append(Stage(names.of(inside), (piece,), Wiring.of([Wire(reads, writes)], writes)))
     return stages
@@ -96,7 +99,12 @@ class _Lifetimes:
         last_use: For each value, the number of the last operation that reads it; -1 if none does.
     """
 
-    def __init__(self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        body: Sequence[fx.Node],
+        result: fx.Node,
+    ) -> None:
         self._body = body
         position = {node: index for index, node in enumerate(body)}
         position[result] = len(body)
@@ -189,7 +197,12 @@ class _Lifetimes:
                 start = place
         return kept
 
-    def _misleads(self, place: int, saved: Set[fx.Node], memory: Mapping[fx.Node, OpMemory]) -> bool:
+    def _misleads(
+        self,
+        place: int,
+        saved: Set[fx.Node],
+        memory: Mapping[fx.Node, OpMemory],
+    ) -> bool:
         """True if the stages around a cut look larger, each by itself, than they are together.
 
         A carried part of something does that: in attention written by hand, the value holds query and key too, which
@@ -240,13 +253,18 @@ def _in_place(node: fx.Node) -> bool:
     return node.op == "call_method" and name.endswith("_") and not name.endswith("__")
 
 
-def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
+def thinned(
+    cuts: Sequence[int],
+    weights: Sequence[int],
+    alone: Set[int] = frozenset(),
+) -> list[int]:
     """Cuts left once the lightest stages, while weightless or too many, joined their lighter neighbours.
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """
     # Sums of the weights before each operation, so that the weight of a stage is one subtraction.
-    sums, ends = [0, *accumulate(weights)], [0, *cuts, len(weights)]
+    sums = [0, *accumulate(weights)]
+    ends = [0, *cuts, len(weights)]
 
     def weight(stage: int) -> int:
         return sums[ends[stage + 1]] - sums[ends[stage]]

@@ -48,7 +48,9 @@ class Call:
         attributes: tuple[Slot, ...] = (),
     ) -> Call:
         """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
-        flat, spec, structure = [*args, *kwargs.values()], None, ""
+        flat = [*args, *kwargs.values()]
+        spec = None
+        structure = ""
         if not _SIMPLE.issuperset(map(type, flat)):
             # There is a container, or an object of a class that may be registered as one.
             flat, spec = flatten((tuple(args), dict(kwargs)))

@@ -67,7 +67,12 @@ class CompiledModules:
         # Each with the backend that it is compiled by.
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
+    def variants(
+        self,
+        stage: Stage,
+        *,
+        one_graph: bool = True,
+    ) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
 
         Nothing is compiled before a variant is called. With ``one_graph``, code that is not a single graph is an error
@@ -106,7 +111,13 @@ class CompiledModules:
             self._settings.append(settings)
         return self._settings.index(settings)
 
-    def _under(self, budget: float, module: nn.Module, *, one_graph: bool) -> Callable[..., Any]:
+    def _under(
+        self,
+        budget: float,
+        module: nn.Module,
+        *,
+        one_graph: bool,
+    ) -> Callable[..., Any]:
         settings = _settings_of(module)
         inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
         # One function for each code of the user's: the compiler gives up when one has too many variants.
@@ -123,7 +134,11 @@ class CompiledModules:
 
 
 def _compile_under(
-    backend: Callable[..., Any], budget: float, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any
+    backend: Callable[..., Any],
+    budget: float,
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    **options: Any,
 ) -> Any:
     """A backend that compiles with the user's under a budget, as long as the graph draws no random numbers.
 

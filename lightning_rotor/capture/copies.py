@@ -58,7 +58,8 @@ class Objects:
     __slots__ = ("_addresses", "_objects")
 
     def __init__(self, objects: tuple[Any, ...]) -> None:
-        self._objects, self._addresses = objects, addresses_of(objects)
+        self._objects = objects
+        self._addresses = addresses_of(objects)
 
     def are(self, others: tuple[Any, ...]) -> bool:
         """True if the others are the same objects in the same order."""
@@ -141,10 +142,16 @@ class Copies:
         attributes = tuple((name, _entry(entry)) for name, entry in namespace.items())
         return Same(value), _slots_in(value), attributes
 
-    def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
+    def settle(
+        self,
+        read: Callable[[], Iterable[Any]],
+        sized: Iterable[dict[str, Any]] = (),
+    ) -> None:
         """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
-        self._read, self._sized = read, (*sized, *self._rows.values())
-        self._lengths, self._seen = self._lengths_now(), Objects(self._now())
+        self._read = read
+        self._sized = (*sized, *self._rows.values())
+        self._lengths = self._lengths_now()
+        self._seen = Objects(self._now())
         self._states = list(map(_state_or_slots, self._others.values()))
 
     def hold(self) -> bool:
@@ -156,7 +163,8 @@ class Copies:
 
     def _now(self) -> tuple[Any, ...]:
         """All objects that are read, and those in containers, in one flat row."""
-        rows, tables = self._rows.values(), self._tables.values()
+        rows = self._rows.values()
+        tables = self._tables.values()
         keys = chain.from_iterable(map(dict.keys, tables))
         values = chain.from_iterable(map(dict.values, tables))
         users = chain.from_iterable(map(entries_of, self._users.values()))

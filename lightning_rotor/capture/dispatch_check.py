@@ -108,7 +108,11 @@ class DispatchCheck(TorchDispatchMode):
         self._undoable.update(_memories(tensors))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at an operation, and run it."""
         kwargs = kwargs or {}

@@ -145,10 +145,16 @@ def _why_anew(similar: Sequence[GraphCut], recording: Recording) -> str:
     if earlier.guards.objection:
         return earlier.guards.objection
     differing = first_difference(earlier.graph, recording.graph)
-    return f"it goes another way {line_of(differing[-1])}" if differing else ""
+    if differing:
+        return f"it goes another way {line_of(differing[-1])}"
+    return ""
 
 
-def _watch(recording: Recording, inputs: Collection[Slot], idle: Collection[Slot] = ()) -> Watch:
+def _watch(
+    recording: Recording,
+    inputs: Collection[Slot],
+    idle: Collection[Slot] = (),
+) -> Watch:
     """A watch of all that must stay: the modules whose code was recorded, and what it read outside of them."""
     inside = recording.run_as_they_are
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]

@@ -45,7 +45,12 @@ class GraphSlice(nn.Module):
         reads: The parameters, buffers and attributes that it reads by itself: who has them, and under which name.
     """
 
-    def __init__(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> None:
         super().__init__()
         self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
@@ -60,7 +65,13 @@ class GraphSlice(nn.Module):
         self.known_functions = not any(UNSURE in node.meta for node in nodes)
         self._is_call = self._is_one_call(inputs, nodes, outputs)
 
-    def _lines(self, source: Source, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> list[str]:
+    def _lines(
+        self,
+        source: Source,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> list[str]:
         """The lines of the function's body; notes what they read, call and hold, on which ``__init__`` relies."""
         lines = ["del value"]
         if inputs:
@@ -115,7 +126,12 @@ class GraphSlice(nn.Module):
         self._calls[name] = module
         return name
 
-    def _is_one_call(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> bool:
+    def _is_one_call(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> bool:
         """True if all that it does is to call a module on its input."""
         working = [node for node in nodes if node.target is not require_as_recorded]
         if not len(working) == len(self._calls) == len(inputs) == 1:
@@ -165,7 +181,10 @@ class GraphSlice(nn.Module):
         return (getattr(owner, name) for owner, name in self.reads)
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo

@@ -37,9 +37,20 @@ class CallGuards:
         reads: Numbers of the inputs that the chain takes.
     """
 
-    def __init__(self, call: Call, watch: Watch, sizes: SizeGuards, *, reads: Sequence[int]) -> None:
-        self.module, self.attributes, self.watch = call.module, call.attributes, watch
-        self._key, self._sizes, self._reads = _key(call), sizes, reads
+    def __init__(
+        self,
+        call: Call,
+        watch: Watch,
+        sizes: SizeGuards,
+        *,
+        reads: Sequence[int],
+    ) -> None:
+        self.module = call.module
+        self.attributes = call.attributes
+        self.watch = watch
+        self._key = _key(call)
+        self._sizes = sizes
+        self._reads = reads
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it."""

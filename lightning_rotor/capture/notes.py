@@ -35,7 +35,9 @@ class _Noted:
     __slots__ = ("_before", "_seen", "path", "place", "value")
 
     def __init__(self, place: Place, path: str) -> None:
-        self.place, self.path, self.value = place, path, place.read()
+        self.place = place
+        self.path = path
+        self.value = place.read()
         self._seen = Copies(objects=False).of(self.value)
         # Of an object, only the identity counts here: what it holds is noted at places of its own.
         followed = () if isinstance(self._seen, Same) else (self.value,)
@@ -119,7 +121,8 @@ class Notes:
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
-        self._copies, self._present = None, self._names_present()
+        self._copies = None
+        self._present = self._names_present()
         for key, noted in self._noted.items():
             if not noted.holds():
                 self._noted[key] = _Noted(noted.place, noted.path)

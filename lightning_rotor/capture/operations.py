@@ -97,7 +97,11 @@ def is_torchs(function: Any) -> bool:
     return str(module).partition(".")[0] in ("torch", "builtins", "_operator")
 
 
-def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_recordable(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     """Raise ``UntraceableError`` if a recording cannot hold an operation."""
     name = name_of_function(function)
     if getattr(function, "__name__", "") in ("__set__", "__delete__"):

@@ -63,4 +63,6 @@ def _appearance_of_leaf(leaf: Any, *, sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         extent = tuple(leaf.shape) if sizes else leaf.dim()
         return "tensor", extent, str(leaf.dtype), str(leaf.device)
-    return spell_value(leaf) if isinstance(leaf, CONSTANTS) else type(leaf).__name__
+    if isinstance(leaf, CONSTANTS):
+        return spell_value(leaf)
+    return type(leaf).__name__

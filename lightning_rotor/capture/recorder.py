@@ -91,8 +91,13 @@ class _Operation:
         *,
         is_torchs: bool,
     ) -> None:
-        self.kind, self.target, self.args, self.kwargs = kind, target, args, kwargs
-        self.run, self.origin, self.is_torchs = run, origin, is_torchs
+        self.kind = kind
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.run = run
+        self.origin = origin
+        self.is_torchs = is_torchs
 
     @property
     def is_module(self) -> bool:
@@ -113,11 +118,19 @@ class Recorder(TorchFunctionMode):
     # True if gradients are to be recorded, as far as the code was seen to switch them.
     _gradients: bool
 
-    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], functions: Functions) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        call: Call,
+        is_opaque: Callable[..., bool],
+        functions: Functions,
+    ) -> None:
         super().__init__()
         self.calls = ModuleCalls(root)
         self.check = DispatchCheck()
-        self._root, self._call, self._is_opaque = root, call, is_opaque
+        self._root = root
+        self._call = call
+        self._is_opaque = is_opaque
         self._writer = GraphWriter(self.calls, self.check)
         # Calls of the user's own code, with what it returned: without sizes, and with them.
         self._unknown_leaves: list[tuple[fx.Node, Any, Any]] = []
@@ -154,7 +167,8 @@ class Recorder(TorchFunctionMode):
                 # What the code does in a real run must be seen.
                 repeating(False),
             ):
-                self._ambient, self._states = ambient(), GeneratorStates()
+                self._ambient = ambient()
+                self._states = GeneratorStates()
                 self._gradients = self._ambient.gradients
                 with _standing_in(attributes):
                     del attributes
@@ -176,7 +190,8 @@ class Recorder(TorchFunctionMode):
 
     def _finished(self, inputs: Sequence[fx.Node]) -> Recording:
         """The recording, once the forward has returned."""
-        writer, sizes_asked = self._writer, self._writer.asked
+        writer = self._writer
+        sizes_asked = self._writer.asked
         behind = ancestors([node for node, _ in sizes_asked])
         for leaf, without_sizes, with_sizes in self._unknown_leaves:
             # Where a size that the code asked for comes out of unknown code, this must return that very size.
@@ -217,7 +232,11 @@ class Recorder(TorchFunctionMode):
             yield
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a module, as one operation or by its recorded code."""
         # A module that was there before and is no submodule has parameters that nobody sees: path_of refuses it.
@@ -249,13 +268,23 @@ class Recorder(TorchFunctionMode):
             return output
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_code: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        own_code: str,
     ) -> Any:
         """Call the ``apply`` of an autograd function, which is the user's code of this name."""
         run = partial(function, *plain(args), **plain(kwargs))
         return self._operate(_Operation("call_function", function, args, kwargs, run, own_code, is_torchs=False))
 
-    def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_leaf(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
         """True if a module is one operation."""
         # It may try the module's inverse, which is no operation of the forward.
         with self._aside():
@@ -265,7 +294,11 @@ class Recorder(TorchFunctionMode):
         return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and record it."""
         # A functional collective returns before its message has arrived. In a graph, it is one operation that waits.
@@ -305,7 +338,13 @@ class Recorder(TorchFunctionMode):
             is_torchs=is_known,
         )
 
-    def _look(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _look(
+        self,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Answer of an operation about a tensor that needs no values."""
         with self.check.aside():
             value = function(*plain(args), **plain(kwargs))
@@ -398,13 +437,25 @@ class Recorder(TorchFunctionMode):
         if not operation.is_module and (operation.origin or seen.draws or seen.accumulates):
             node.meta[UNSURE] = True
 
-    def _note_changes(self, node: fx.Node, read: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    def _note_changes(
+        self,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        versions: Sequence[int],
+    ) -> None:
         """Note which arguments an operation has changed in place."""
         for tensor, version in zip(read, versions, strict=True):
             if version_of(tensor) != version:
                 self._writer.note_change(tensor, node)
 
-    def _output_of_module(self, output: Any, node: fx.Node, read: Sequence[torch.Tensor], *, is_torchs: bool) -> Any:
+    def _output_of_module(
+        self,
+        output: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        is_torchs: bool,
+    ) -> Any:
         """The output of a module that is one operation, as the code sees it."""
         if not is_torchs:
             self._writer.require_bare(tensors_in(output))
@@ -413,7 +464,13 @@ class Recorder(TorchFunctionMode):
             self._unknown_leaves.append((node, without_sizes, with_sizes))
         return self._writer.unpack(output, node, read, fresh_objects=not is_torchs)
 
-    def _result_of_function(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor], seen: OperationSeen) -> Any:
+    def _result_of_function(
+        self,
+        result: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        seen: OperationSeen,
+    ) -> Any:
         """The value that the code sees: tensors, or values out of them."""
         # A value is a question, whose answer must be the same at the next call. An object that may hold values, such as
         # an iterator, cannot be compared.

@@ -27,12 +27,21 @@ class Listener(Protocol):
     check: DispatchCheck
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a module, by the ``call`` that ``nn.Module`` has by itself, and return its output."""
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_code: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        own_code: str,
     ) -> Any:
         """Call the ``apply`` of an autograd function, which is the user's code of this name."""
 

@@ -199,7 +199,11 @@ class _OnMeta(TorchFunctionMode):
         self._results: dict[Any, Any] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not self._once:
             return _run_on_meta(func, args, kwargs)
@@ -224,7 +228,11 @@ _KEEP_SIZES = frozenset(
 )  # fmt: skip
 
 
-def _by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _by_rule(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
     """A stand-in for the result of a frequent operation; None if there is no rule for such arguments.
 
     Results of contiguous tensors are contiguous. Autocast would choose another type.
@@ -264,7 +272,9 @@ def _look(value: Any) -> Any:
         return type(value), tuple(map(_look, value))
     if isinstance(value, dict):
         return tuple((key, _look(entry)) for key, entry in value.items())
-    return repr(value) if isinstance(value, slice) else (type(value), value)
+    if isinstance(value, slice):
+        return repr(value)
+    return (type(value), value)
 
 
 def _on_meta(value: Any) -> Any:

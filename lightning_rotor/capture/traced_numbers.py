@@ -120,7 +120,9 @@ class Number(PassesForItsValue, _Traced):
     """
 
     def __init__(self, value: float, node: fx.Node, notebook: Notebook) -> None:
-        self.value, self.node, self.notebook = value, node, notebook
+        self.value = value
+        self.node = node
+        self.notebook = notebook
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:

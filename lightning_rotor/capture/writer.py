@@ -81,7 +81,13 @@ class GraphWriter:
                 inputs[index] = Number(value, node, self)
         return nodes
 
-    def node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> fx.Node:
         """A new node of the module whose forward is running."""
         name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
@@ -232,7 +238,9 @@ class GraphWriter:
             raise _hidden(f"the module {kind.__name__} to a function, where its parameters are hidden")
         if kind is torch.Size:
             sizes = tuple(map(self.encode, value))
-            return self.node("call_function", torch.Size, (sizes,), {}) if exact else sizes
+            if exact:
+                return self.node("call_function", torch.Size, (sizes,), {})
+            return sizes
         if _is_plain(value):
             return value
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -256,7 +264,14 @@ class GraphWriter:
                 )
         return self.encode(output, exact=True)
 
-    def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
+    def unpack(
+        self,
+        value: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        fresh_objects: bool = False,
+    ) -> Any:
         """Give every tensor in an operation's result a node, with ``fresh_objects`` as an object of its own."""
         if isinstance(value, torch.Tensor):
             return self._unpack_tensor(value, node, read, fresh_objects=fresh_objects)
@@ -284,7 +299,12 @@ class GraphWriter:
         return tree_unflatten(seen, spec)
 
     def _unpack_tensor(
-        self, tensor: torch.Tensor, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool
+        self,
+        tensor: torch.Tensor,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        fresh_objects: bool,
     ) -> torch.Tensor:
         named, *_ = self._named.get(id(tensor), (None,))
         is_named = named is tensor
@@ -327,7 +347,9 @@ class GraphWriter:
                 raise
             # ``assert x.isfinite().all()``: nobody sees the answer but the assert, so its node becomes the check.
             place = "{}:{}".format(*node.meta[LINE])
-            node.op, node.target, node.args = "call_function", require_check, (node.args[0], value, place)
+            node.op = "call_function"
+            node.target = require_check
+            node.args = (node.args[0], value, place)
         else:
             self.valued.append((node, value))
 

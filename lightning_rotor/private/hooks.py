@@ -46,7 +46,8 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def hook_tables(module: nn.Module | None, names: Sequence[str] = (*HOOKS, *_HOOK_KINDS)) -> list[dict[int, Any]]:
     """Where a module keeps hooks, and how they are called; None is all modules."""
     if module is None:
-        owner, keys = vars(nn_module), [f"_global{name}" for name in names]
+        owner = vars(nn_module)
+        keys = [f"_global{name}" for name in names]
     else:
         owner, keys = vars(module), list(names)
     # Not all that a module has, torch has for all modules; a scripted module has them elsewhere.

@@ -69,7 +69,11 @@ class MessageWatch(TorchDispatchMode):
         self._marks = marks
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and any(_has_insides(kind) for kind in types):
             # A DTensor's own handler exchanges messages, and this mode sees those, too.

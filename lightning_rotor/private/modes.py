@@ -28,7 +28,9 @@ __all__ = [
 
 def default_device() -> torch.device | None:
     """The default device, None where nobody has set one, for which ``torch.get_default_device()`` takes 10 µs."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    if torch._C._len_torch_function_stack():
+        return torch.get_default_device()
+    return None
 
 
 # How float32 is computed in effect, by backend and operation, and what sets it for one of them. Public attributes lead

@@ -45,7 +45,10 @@ def group_beside(members: frozenset[int]) -> Any:
             ranks = sorted(members)
         # Without the last argument, processes that are not in the group would have to make it, too.
         groups[members] = dist.new_group(
-            ranks, timeout=_patience_of(everyone), backend="gloo", use_local_synchronization=True
+            ranks,
+            timeout=_patience_of(everyone),
+            backend="gloo",
+            use_local_synchronization=True,
         )
     return groups[members]
 

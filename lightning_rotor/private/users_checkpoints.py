@@ -59,7 +59,8 @@ class _Noticed:
     """A class that torch's checkpoint makes, or applies, and by which a call of it is noticed."""
 
     def __init__(self, reentrant: bool, original: Any) -> None:
-        self.original, self._reentrant = original, reentrant
+        self.original = original
+        self._reentrant = reentrant
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._note()

@@ -57,7 +57,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The Python attributes that user code has given a tensor."""
     # Tensors that are made of others keep those there.
-    return {} if is_fake(tensor) or hasattr(tensor, "__tensor_flatten__") else vars(tensor)
+    if is_fake(tensor) or hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    return vars(tensor)
 
 
 def watch_attributes(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
@@ -166,7 +168,8 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if is_fake(left) or is_fake(right):
         return True
     if is_made_of_others(left) or is_made_of_others(right):
-        left_parts, right_parts = plain_parts(left), plain_parts(right)
+        left_parts = plain_parts(left)
+        right_parts = plain_parts(right)
         if type(left) is not type(right) or len(left_parts) != len(right_parts):
             return False
         return all(map(same_bits, left_parts, right_parts))

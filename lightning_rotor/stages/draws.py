@@ -41,7 +41,11 @@ class DrawsSeen(private.TorchDispatchMode):
         self.kinds: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if (
@@ -64,7 +68,10 @@ def _has_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def drawn_since(
-    before: GeneratorStates, again: Callable[[], object], *, certain: Collection[str] = ()
+    before: GeneratorStates,
+    again: Callable[[], object],
+    *,
+    certain: Collection[str] = (),
 ) -> frozenset[str]:
     """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
 
@@ -115,7 +122,11 @@ def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
     return None
 
 
-def _moves_differently(kind: str, before: GeneratorStates, again: Callable[[], object]) -> bool:
+def _moves_differently(
+    kind: str,
+    before: GeneratorStates,
+    again: Callable[[], object],
+) -> bool:
     """True if two runs from one state of a generator leave it in two."""
     start = GeneratorStates(before.device or torch.device("cpu"), kinds=(kind,))
     again()

@@ -52,7 +52,8 @@ class GeneratorStates:
             device = device_in_use()
         self._device_generator = None if device is None else kind_of(device).own_generator
         self.device = None if self._device_generator is None else device
-        self._counted, self.shared = counted, others_may_draw()
+        self._counted = counted
+        self.shared = others_may_draw()
         if kinds is None:
             kinds = self._kinds_of(host=host, torchs=torchs)
         self._states: dict[str, Any] = {kind: self._read(kind) for kind in kinds}
@@ -135,7 +136,12 @@ def _same_state(kind: str, then: Any, now: Any) -> bool:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device | None = None, *, host: bool = True) -> Iterator[None]:
+def seeded(
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    host: bool = True,
+) -> Iterator[None]:
     """Context with all global generators under a seed; their states are restored behind it."""
     before = GeneratorStates(device, host=host)
     if host:

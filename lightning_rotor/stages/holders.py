@@ -97,7 +97,11 @@ ARRAY = Kind(_same_array, _write_array)
 BYTES = Kind(same_bytes, write_bytes)
 
 
-def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> Kind:
+def _by_name(
+    read: Callable[[Any, str], Any],
+    write: Callable[..., None],
+    remove: Callable[..., None],
+) -> Kind:
     """The kind of a thing of which some names count."""
 
     def same(owner: Any, then: Mapping[str, Any]) -> bool:

@@ -82,7 +82,11 @@ def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 
 
 def require_own_output(
-    inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
+    inputs: Sequence[torch.Tensor],
+    versions: Sequence[int],
+    output: Any,
+    *,
+    name: str,
 ) -> list[torch.Tensor]:
     """The tensors of an output for which the input can be dropped, or ``InverseError``.
 
@@ -108,7 +112,11 @@ def require_own_output(
 
 
 def require_like(
-    rebuilt: Any, shapes: Sequence[tuple[torch.Size, torch.dtype]], *, name: str, what: str = "inverse"
+    rebuilt: Any,
+    shapes: Sequence[tuple[torch.Size, torch.dtype]],
+    *,
+    name: str,
+    what: str = "inverse",
 ) -> list[torch.Tensor]:
     """The tensors that an inverse returned; ``InverseError`` if number, shapes or dtypes are not the forward's."""
     leaves = require_tensors(rebuilt, name=name, what=what)

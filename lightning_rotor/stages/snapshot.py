@@ -88,7 +88,10 @@ class Snapshot:
         also: Iterable[object] = (),
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
-        self._roots, self._hooks, self._follows_objects, self._small_bytes = tuple(roots), hooks, objects, small_bytes
+        self._roots = tuple(roots)
+        self._hooks = hooks
+        self._follows_objects = objects
+        self._small_bytes = small_bytes
         # Rows of a kind, an owner and its content.
         self._kept: list[tuple[Kind, Any, Any]] = []
         # Rows of a tensor, its version and a copy.

@@ -17,7 +17,8 @@ class ThreadedLayer(nn.Module):
     def __init__(self, layer: Skippable) -> None:
         super().__init__()
         self.layer = layer
-        self._pops, self._stashes = layer.poppable(), layer.stashable()
+        self._pops = layer.poppable()
+        self._stashes = layer.stashable()
 
     def forward(self, value: Any) -> Any:
         """Run the layer with its hooks."""
