@@ -72,8 +72,11 @@ class Attempts:
         # Objections to inverses that were tried; empty where there is none.
         self._objections: dict[nn.Module, str] = {}
         self._paths = {submodule: path for path, submodule in module.named_modules()}
-        self._opaque = {module.get_submodule(path): why for path, why in (opaque or {}).items()}
+        self._opaque: dict[nn.Module, str] = {}
+        for path, why in (opaque or {}).items():
+            self._opaque[module.get_submodule(path)] = why
         self._failures = Counter(map(type, self._opaque))
+        # Looking at all functions of the process takes long, and several attempts need it.
         self._functions = cache(functions)
 
     def record(self) -> tuple[Recording, dict[str, str]]:
@@ -86,13 +89,16 @@ class Attempts:
             if attempt.recording is not None:
                 attempt = self._repeated(attempt, attempt.recording)
             if attempt.recording is not None:
-                opaque = {self._paths[submodule]: reason for submodule, reason in self._opaque.items()}
+                opaque = {}
+                for submodule, reason in self._opaque.items():
+                    opaque[self._paths[submodule]] = reason
                 return attempt.recording, opaque
             if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
                 unsettled = attempt.recorder.surroundings.notes
                 continue
             if attempt.may_settle and unsettled is not None:
+                # It changes something in every run, and so has set up nothing: the newest change is undone first.
                 attempt.recorder.surroundings.notes.restore()
                 unsettled.restore()
                 before.restore()
@@ -108,8 +114,9 @@ class Attempts:
         """Make the failed module, or one around it, one operation. False if that would be the root."""
         culprit = attempt.culprit
         leaves = attempt.recorder.calls.leaves
+        # One that is an operation already has failed as such, by what it returns or changes: the one around it is next.
         while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
-            around = self._paths[culprit].rpartition(".")[0]
+            around, _, _ = self._paths[culprit].rpartition(".")
             culprit = self._module.get_submodule(around)
         if culprit is self._module:
             return False
@@ -122,6 +129,7 @@ class Attempts:
         kind = type(module)
         # Not torch's own: a container of torch's fails for what is in it.
         is_users_kind = kind.__module__.partition(".")[0] != "torch"
+        # Each attempt runs the whole forward, so that 48 equal blocks must not fail one by one.
         if is_users_kind and self._failures[kind] >= _OPAQUE_INSTANCES:
             return True
         if is_invertible_as_a_whole(module) and not self._objection(module, arguments):
@@ -146,6 +154,7 @@ class Attempts:
     ) -> str:
         if len(args) != 1 or kwargs:
             return "it takes several arguments: expected one, or a tuple"
+        # Without values there are no bits to compare. The inverse is tried when real tensors come.
         if any(map(is_fake, tensors_in(args))):
             return ""
         objection, _ = try_inverse(module, args[0], name=self._paths[module])
@@ -153,6 +162,7 @@ class Attempts:
 
     def _repeated(self, first: _Attempt, recording: Recording) -> _Attempt:
         """The first attempt, unless the same call records something else the second time."""
+        # An earlier recording is as good a second run as another one now.
         if any(known.runs_the_same(recording) for known in self._known):
             return first
         again = self._attempt()
@@ -161,7 +171,8 @@ class Attempts:
         # Generators were set back in between, so that draws make no difference.
         differing = first_difference(recording.graph, again.recording.graph)
         if differing:
-            culprit = self._culprit_of_difference([str(node.meta["module"]) for node in differing], recording)
+            paths = [str(node.meta["module"]) for node in differing]
+            culprit = self._culprit_of_difference(paths, recording)
             reason = (
                 "it does something else each time that it runs on the same input (it asks a clock, a counter outside "
                 "of modules, or a random generator of its own)"
@@ -196,7 +207,8 @@ class Attempts:
             before = Snapshot(modules)
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
-            if not units_in((module,)) and not any(map(is_compiled, modules)):
+            has_units_or_compiled = bool(units_in((module,))) or any(map(is_compiled, modules))
+            if not has_units_or_compiled:
                 # kept_parameters puts them back.
                 recorder.check.allow(module.parameters())
             try:
@@ -220,10 +232,13 @@ class Attempts:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
                 outside = notes.changed()
-                changed = watch.changed(besides) or _changed_beyond_watching(before, modules, besides)
+                changed = watch.changed(besides)
+                if changed is None:
+                    changed = _changed_beyond_watching(before, modules, besides)
                 # What the forward has set up, as in a configuration, may stay so.
                 others = [submodule for submodule in modules if submodule not in besides]
                 before.restore(leaving=Snapshot(others, hooks=False).objects)
+                # None: what the forward changed was put back with the modules that ran as they are.
                 remaining = watch.changed(besides)
                 if remaining is None:
                     if changed is not None:
@@ -238,6 +253,7 @@ class Attempts:
             reason = f"its forward changes {name!r}, which is outside of modules"
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
         recorder.surroundings.note_layers(recording.run_as_they_are)
+        # Everything was set back above, and the next call is compared with what is there now.
         recording.notes.settle()
         return _Attempt(recorder, recording, module)
 
@@ -246,6 +262,7 @@ class Attempts:
         """Context of a run of the forward that leaves generators, buffers and parameters as they are."""
         tensors = self._call.tensors
         device = tensors[0].device if tensors else torch.device("cpu")
+        # A stage that is the whole module, for contexts that are written for stages.
         whole = Stage("", (self._module,))
         with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
             yield
@@ -258,6 +275,7 @@ def _changed_beyond_watching(
 ) -> nn.Module | None:
     """The first module with a long container or a large array that has changed since, not counting some."""
     changed = set(map(id, before.changed_large()))
+    # Looking for owners walks through all that modules hold, which is worth it for a change alone.
     if changed:
         changed -= Snapshot(besides).owners
     if not changed:
@@ -271,6 +289,7 @@ def _changed_beyond_watching(
 def _reason(error: Exception) -> str:
     """The error, and the user's line that it comes from."""
     frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
+    # torch's errors go on with advice, or the C++ stack, on further lines.
     text = str(error).partition("\n")[0] or type(error).__name__
     if not frames:
         return text

@@ -111,6 +111,7 @@ class Copies:
 
     def _of_container(self, container: Any) -> Any:
         kind, key = type(container), id(container)
+        # Also for a container that is held in two places, so that both are compared once.
         if key in self._made:
             return self._made[key]
         # A mark that says which container it is, for one that is inside of itself.
@@ -135,6 +136,7 @@ class Copies:
     def _of_object(self, value: Any) -> Any:
         kind = type(value)
         namespace = namespace_of(value) or {}
+        # Slots are no dict that could be read in one go.
         if slots_of(kind):
             self._others[id(value)] = value
         if namespace and kind not in _FIXED:
@@ -216,7 +218,9 @@ def _state_of(value: Any) -> Any:
         return "learns"  # in every step, and recordings that ask for its values are refused
     if issubclass(kind, torch.Tensor):
         return version_of(value)
-    if issubclass(kind, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:
+    # Bytes of an array of objects are addresses, which say nothing of what the objects hold.
+    is_array = issubclass(kind, np.ndarray) and not value.dtype.hasobject
+    if is_array and value.nbytes <= MOST_COMPARED_BYTES:
         return value.shape, value.dtype.str, value.tobytes()
     if issubclass(kind, (bytearray, array)):
         return bytes(value)

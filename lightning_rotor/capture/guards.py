@@ -55,6 +55,7 @@ class CallGuards:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it."""
         call = self.call(args, kwargs)
+        # The cheap questions first: flattening and comparing takes microseconds, asking values runs operations.
         if not self.are_like(call):
             return None
         # Mostly this very signature has been found to hold before.
@@ -93,7 +94,8 @@ class CallGuards:
 def _key(call: Call) -> Any:
     """All that code can tell of a call besides sizes and values, comparable."""
     kinds = tuple([_seen_as_input(value) if isinstance(value, torch.Tensor) else type(value) for value in call.inputs])
-    # Code may ask whether two tensors are one, and whether autocast is on.
+    # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors do not count, for
+    # stages run under whatever hooks are set.
     return call.key, firsts_of(call.tensors), ambient().without_hooks, kinds
 
 

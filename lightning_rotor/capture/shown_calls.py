@@ -61,6 +61,7 @@ def shown_calls(listener: Listener) -> Iterator[None]:
         return listener.call_module(module, call_module, args, kwargs)
 
     def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # A module that the forward makes anew in each call, as a loss, is code like any other and no hidden leaf.
         listener.check.note_module(module)
         init(module, *args, **kwargs)
 

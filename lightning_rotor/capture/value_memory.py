@@ -120,6 +120,7 @@ class ValueMemory:
             owner = self.node_of(tensor)
             if owner is not None:
                 owners[storage_of(tensor)] = self._firsts[owner]
+        # By storage, so that several tensors which show one memory count once.
         saved_bytes = 0
         saved_values = set()
         for storage, size in self.saving.items():

@@ -81,6 +81,7 @@ class Watch:
         for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True):
             for name, then in attributes.items():
                 now = module.__dict__.get(name)
+                # By type, as a bool is an int for isinstance.
                 is_number = type(now) in (int, float)
                 was_like_it = isinstance(then, tuple) and then[0] is type(now)
                 if is_number and was_like_it and plain_value(now) != then:
@@ -96,6 +97,7 @@ class Watch:
         for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True):
             if notes.names_all or not _is_users_alone(type(module)):
                 continue
+            # A module of which no method ran can only be read by code of others, through a name that they mention.
             read = notes.names if module in notes.entered else notes.names_of_others
             for name in attributes.keys() - read - {"training"}:
                 if Copies().of(module.__dict__.get(name)) != attributes[name]:
