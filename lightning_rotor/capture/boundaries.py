@@ -24,10 +24,10 @@ from torch import fx
 
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.module_calls import is_invertible_as_a_whole
+from lightning_rotor.capture.names_of_stages import SPLITS, StageNames
 from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, VALUED
 from lightning_rotor.capture.recorded_checks import require_as_recorded
 from lightning_rotor.capture.recording import Recording
-from lightning_rotor.capture.stage_names import SPLITS, StageNames
 from lightning_rotor.capture.value_memory import OpMemory
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import attribute_of

@@ -66,6 +66,7 @@ def without_hooks_of_several(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     kept = [(table, dict(table)) for table in tables if table]
     for table, before in kept:
         for key, hook in before.items():
+            # Each tensor has a closure of that function's among its hooks, which only its name tells.
             if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook."):
                 del table[key]
     try:

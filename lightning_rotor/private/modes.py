@@ -63,6 +63,7 @@ without_function_mode: Callable[[], AbstractContextManager[Any]] = torch.overrid
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Context in which no mode and no subclass of tensors sees anything, for looking at a tensor unseen."""
+    # The first for subclasses and function modes, the second for modes below autograd.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 

@@ -63,6 +63,7 @@ def written_arguments(
     """Arguments that an operator is given to write to."""
     yield from written_by_message(func, args)
     schema = schema_of(func)
+    # Most operators change nothing, and this is asked for each that is recorded.
     if not schema.is_mutable:
         return
     for place, argument in enumerate(schema.arguments):

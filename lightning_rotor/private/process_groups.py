@@ -69,6 +69,7 @@ def copied_as_they_are() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
+    # A group is an object of C++ that deepcopy cannot pickle. What is in this table, deepcopy asks before.
     before = copyreg.dispatch_table.get(dist.ProcessGroup)
     copyreg.dispatch_table[dist.ProcessGroup] = _needs_no_copy
     try:

@@ -16,6 +16,7 @@ _CONTAINERS: tuple[type, ...] = (tuple, list, dict, set, frozenset, deque)
 
 
 def _base_of(container: Any) -> Any:
+    # By type(): isinstance asks an object for its class, and a proxy gives another.
     return next(base for base in _CONTAINERS if issubclass(type(container), base))
 
 

@@ -47,24 +47,28 @@ class DrawsSeen(private.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            isinstance(func, private.OpOverload)
-            and draws(func, args, kwargs or {})
-            and not _has_own(args, kwargs or {})
-        ):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Operations of higher order are no overloads, and have no tags to ask.
+        is_operator = isinstance(func, private.OpOverload)
+        if is_operator and draws(func, args, kwargs) and not _has_own(args, kwargs):
             devices = {tensor.device for tensor in tensors_in((args, result))}
             # Refuses a device whose generator is not known.
             own = {kind_of(device).own_generator for device in devices}
             # Operations on a device draw from its generator, also if they read numbers on the host.
-            self.kinds |= {name for name in own if name is not None} or {HOST}
+            of_devices = {name for name in own if name is not None}
+            self.kinds |= of_devices or {HOST}
         return result
 
 
 def _has_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if an operation is given a generator of the user's own to draw from."""
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-    return any(each is not torch.default_generator and each.device.type == "cpu" for each in given)
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, torch.Generator):
+            continue
+        if argument is not torch.default_generator and argument.device.type == "cpu":
+            return True
+    return False
 
 
 def drawn_since(
@@ -79,6 +83,7 @@ def drawn_since(
     ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently.
     """
     drawn = before.changed()
+    # What moved is the code's if nobody else could move it. That is so in nearly every program.
     if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
         return drawn
     behind = _at_rest(before)
@@ -89,6 +94,7 @@ def drawn_since(
             again()
             return drawn & (before.changed() | frozenset(certain))
         finally:
+            # The other threads' numbers go on where they stood before the code ran again.
             behind.restore()
     for _ in range(_RUNS):
         if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
