@@ -68,6 +68,7 @@ def function(path: str) -> Any:
 @cache
 def joined(path: str, first: str = LIGHTNINGS[0]) -> Any:
     """A class to derive from that is one of each installed Lightning; the code that runs is the ``first`` one's."""
+    # Sorting keeps the order of equals: the first one's class leads, and the others follow.
     classes = sorted(from_each(path), key=lambda kind: not _is_of(kind, first))
     if len(classes) == 1:
         return classes[0]
@@ -84,6 +85,7 @@ def follow(kind: type, path: str, part: Any) -> None:
     Strategies assert that models are of their own Lightning. Trainers of both in one process take turns.
     """
     bases = (joined(path, _package_of(type(part))),)
+    # Setting the bases of a class, even to the same ones, throws away what Python has cached of its attributes.
     if kind.__bases__ != bases:
         kind.__bases__ = bases
 
@@ -106,6 +108,7 @@ def _is_of_any(kind: type) -> bool:
 
 def lightning_module_class(module: Any) -> type | None:
     """The LightningModule that an object's class derives from, or None. No Lightning is imported for the answer."""
+    # By name: importing Lightning takes seconds, which a script without it must not pay.
     for kind in type(module).__mro__:
         if kind.__name__ == "LightningModule" and _is_of_any(kind):
             return kind

@@ -97,7 +97,13 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _attention(
-    query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """Attention without dropout. Fused kernels draw their mask again in the backward, so it takes no memory."""
     plain = torch.ops.aten.scaled_dot_product_attention.default

@@ -19,7 +19,10 @@ _LONG_CHAIN = 64
 
 @contextmanager
 def measuring_progress(
-    *, enabled: bool = True, clock: Callable[[], float] = time.monotonic, console: Console | None = None
+    *,
+    enabled: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    console: Console | None = None,
 ) -> Iterator[Callable[[int, int], None]]:
     """Show how many stages are measured once that takes long, on the error stream by default, until the end."""
     with ExitStack() as displays:
@@ -29,7 +32,13 @@ def measuring_progress(
 class _Bar:
     """A bar that appears when time has passed, on a terminal that nobody else uses."""
 
-    def __init__(self, displays: ExitStack, enabled: bool, clock: Callable[[], float], console: Console | None) -> None:
+    def __init__(
+        self,
+        displays: ExitStack,
+        enabled: bool,
+        clock: Callable[[], float],
+        console: Console | None,
+    ) -> None:
         self._displays = displays
         self._enabled = enabled
         self._clock = clock

@@ -41,30 +41,41 @@ class DrawsSeen(private.TorchDispatchMode):
         self.kinds: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            isinstance(func, private.OpOverload)
-            and draws(func, args, kwargs or {})
-            and not _has_own(args, kwargs or {})
-        ):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Operations of higher order are no overloads, and have no tags to ask.
+        is_operator = isinstance(func, private.OpOverload)
+        if is_operator and draws(func, args, kwargs) and not _has_own(args, kwargs):
             devices = {tensor.device for tensor in tensors_in((args, result))}
             # Refuses a device whose generator is not known.
             own = {kind_of(device).own_generator for device in devices}
             # Operations on a device draw from its generator, also if they read numbers on the host.
-            self.kinds |= {name for name in own if name is not None} or {HOST}
+            of_devices = {name for name in own if name is not None}
+            self.kinds |= of_devices or {HOST}
         return result
 
 
 def _has_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if an operation is given a generator of the user's own to draw from."""
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-    return any(each is not torch.default_generator and each.device.type == "cpu" for each in given)
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, torch.Generator):
+            continue
+        if argument is not torch.default_generator and argument.device.type == "cpu":
+            return True
+    return False
 
 
 def drawn_since(
-    before: GeneratorStates, again: Callable[[], object], *, certain: Collection[str] = ()
+    before: GeneratorStates,
+    again: Callable[[], object],
+    *,
+    certain: Collection[str] = (),
 ) -> frozenset[str]:
     """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
 
@@ -73,6 +84,7 @@ def drawn_since(
     a thread has drawn that seemed to rest.
     """
     drawn = before.changed()
+    # What moved is the code's if nobody else could move it. That is so in nearly every program.
     if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
         return drawn
     repeated = frozenset[str]()
@@ -87,6 +99,7 @@ def drawn_since(
             # that only seemed to rest draws now, from numbers that it has had before.
             repeated = drawn & behind.changed() - frozenset(certain)
         finally:
+            # The other threads' numbers go on where they stood before the code ran again.
             behind.restore()
         if not repeated:
             return drawn
@@ -126,7 +139,11 @@ def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
     return None
 
 
-def _moves_differently(kind: str, before: GeneratorStates, again: Callable[[], object]) -> bool:
+def _moves_differently(
+    kind: str,
+    before: GeneratorStates,
+    again: Callable[[], object],
+) -> bool:
     """True if two runs from one state of a generator leave it in two."""
     start = GeneratorStates(before.device or torch.device("cpu"), kinds=(kind,))
     again()
