@@ -71,7 +71,6 @@ class Partition:
         """Part of the step that other cuts might save; 0 if these are optimal."""
         if not self.seconds:
             return 0.0
-        # Work that was spared in the bound may make it larger than the step by a rounding.
         return max(1 - self.bound_seconds / self.seconds, 0.0)
 
     @property
