@@ -109,6 +109,44 @@ def test_a_forward_that_has_changed_its_input_does_not_run_again() -> None:
         step(net, batch.clone())
 
 
+class SlopedBySize(nn.Module):
+    """Does something else for large batches, if ``threshold`` says so; asks for an exabyte while a file is there."""
+
+    def __init__(self, threshold: int, flag: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.threshold, self.flag = threshold, flag
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slope = 0.5 if self.threshold and len(x) > self.threshold else 0.1
+        for layer in self.layers:
+            x = nn.functional.leaky_relu(layer(x), slope)
+        # A recording does not know of files, as it would of a counter.
+        if torch.is_grad_enabled() and Path(self.flag).exists():
+            Path(self.flag).unlink()
+            torch.empty(HUGE, dtype=torch.uint8)
+        return x
+
+
+@pytest.mark.parametrize("threshold", [0, 20])
+def test_a_smaller_batch_that_nobody_has_looked_at_runs_again_by_its_own_code(threshold: int, tmp_path: Path) -> None:
+    flag = tmp_path / "fails"
+    torch.manual_seed(2)
+    plain = SlopedBySize(threshold, str(flag))
+    net = Checkpointable(copy.deepcopy(plain), mem_limit="1GiB", show_progress=False)
+    for size in (40, 40, 30, 12):  # from the second on, they run plainly without a question
+        batch = torch.randn(size, 8)
+        expected = step(plain, batch)
+        if size == 12:
+            flag.touch()
+        if size == 12 and threshold:
+            with pytest.raises(ShortageError, match="The forward does something else for this size, so it cannot run"):
+                step(net, batch)
+            expected = step(plain, batch)
+        assert_same_bits(expected, step(net, batch))
+    assert not flag.exists()
+
+
 def test_other_errors_go_through_as_they_are() -> None:
     class Broken(Greedy):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

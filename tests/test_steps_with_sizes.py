@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -115,3 +116,80 @@ def test_where_all_fits_with_room_nothing_is_searched_or_measured_after_the_firs
     assert seen[5] == seen[-1]
     assert rotor.plan is not None
     assert not rotor.plan.recomputed
+
+
+SLOPES = {"steep": 0.5, "flat": 0.01}
+WAYS = {"now": "flat"}
+
+
+class Sloped(nn.Module):
+    """Does something else, under equal names, by a word that it is given, holds or reads, or by a size."""
+
+    way = "flat"
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.holder = holder
+        self.ways = {"now": "flat"}
+
+    def forward(self, x: Tensor, way: str = "flat") -> Tensor:
+        match self.holder:
+            case "size":
+                way = "steep" if len(x) > 21 else "flat"
+            case "attribute" | "class attribute":
+                way = self.way
+            case "dict":
+                way = self.ways["now"]
+            case "global":
+                way = WAYS["now"]
+        for layer in (self.first, self.second, self.third):
+            x = nn.functional.leaky_relu(layer(x), SLOPES[way])
+        return x
+
+
+class Changing(L.LightningModule):
+    """Two calls in each step, of other sizes than before, of a module that does something else in every second step."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__()
+        self.net = Sloped(holder)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        way = "steep" if batch_idx % 2 else "flat"
+        keywords = {}
+        match self.net.holder:
+            case "argument":
+                keywords["way"] = way
+            case "attribute":
+                self.net.way = way
+            case "class attribute":
+                Sloped.way = way
+            case "dict":
+                self.net.ways["now"] = way
+            case "global":
+                WAYS["now"] = way
+        edge = 24 - batch_idx
+        loss = self.net(x[:edge], **keywords).square().mean()
+        return loss + self.net(x[edge:], **keywords).square().mean()
+
+    configure_optimizers = Graphs.configure_optimizers
+
+
+@pytest.mark.parametrize("holder", ["size", "argument", "attribute", "class attribute", "dict", "global"])
+def test_a_call_runs_what_was_recorded_for_it_where_another_recording_has_equal_names(
+    holder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [torch.randn(42, 16, generator=torch.Generator().manual_seed(number)) for number in range(5)]
+
+    def state(callbacks: list[L.Callback]) -> list[Tensor]:
+        monkeypatch.setattr(Sloped, "way", "flat")
+        monkeypatch.setitem(WAYS, "now", "flat")
+        return [*trained(partial(Changing, holder), batches, callbacks).state_dict().values()]
+
+    plain = state([])
+    roomy, tight = (RotorCallback(limit, "net", show_table=False) for limit in ("1GiB", "30KiB"))
+    assert all(map(torch.equal, plain, state([roomy])))
+    assert all(map(torch.equal, plain, state([tight])))
+    assert tight.plan is not None
+    assert tight.plan.recomputed

@@ -39,6 +39,7 @@ class Output:
 
     def hand_over(self, after: Rebuilder, tensors: Tensors) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
+        # Several modules may take the output. One of them rebuilds it, and the others find it there in the backward.
         if self._after is None:
             self._require_untouched(tensors)
             self._held, self._after = None, after
@@ -64,6 +65,7 @@ class Output:
         self._require_untouched(tensors)
         if for_good:
             self._held = self._after = None
+        # It is rebuilt once more in the next backward, so it need not be held until then.
         elif self._after is not None:
             self._held = None
         return tensors
@@ -103,5 +105,6 @@ def second_backward(name: str) -> ExecutionError:
 
 def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor is dense and fills its memory, so that a copy of its numbers can stand for it."""
+    # A slice of a larger tensor keeps all of it alive, so that dropping the slice frees nothing.
     memory = tensor.untyped_storage().nbytes()
     return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()

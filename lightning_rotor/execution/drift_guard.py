@@ -42,6 +42,7 @@ class Guard:
                 continue
             error, scale = _error_and_scale(sample, _sample(tensor))
             tolerance = tolerance_of(self._precision) * max(scale, 1.0)
+            # Written so that a NaN is not accepted: it compares as false.
             if error <= tolerance:
                 continue
             found = f"is off by {error:.2g}" if math.isfinite(error) else "is not finite"
@@ -52,6 +53,8 @@ class Guard:
                 "it was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 "
                 f"(autocast does) or float64, or run fewer modules in a row without their inputs{remark}"
             )
+            # In 16 bits an error of a tenth may be what the type allows, and training goes on with it in plain mixed
+            # precision, too.
             if self._precision not in LOW_PRECISION or not math.isfinite(error):
                 raise InverseError(message, stage=self._name, error=error, tolerance=tolerance)
             warnings.warn(message, RotorWarning, stacklevel=2)

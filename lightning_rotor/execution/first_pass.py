@@ -40,6 +40,7 @@ class FirstPass:
         self, state: SegmentState, device: torch.device | None = None, known_draws: set[str] | None = None
     ) -> None:
         self.state, self._device = state, device
+        # Shared by all first passes of a segment: what one call was seen to draw is certain for the next.
         self._known_draws = set(state.drawn) if known_draws is None else known_draws
         self.values: list[tuple[nn.Module, str, torch.Tensor]] = []
         self.generators: GeneratorStates | None = None
@@ -53,6 +54,7 @@ class FirstPass:
         """Context of the forward."""
         state = self.state
         # Rule 4.
+        # Before anything of the user's runs, as its first line may update them.
         self.values = copies_of(buffers_of(state.remembered))
         if state.attributed or private.any_hooks_of_all():
             # Rule 8.
@@ -74,6 +76,7 @@ class FirstPass:
         finally:
             if self._watched is not None:
                 before, observers = self._watched
+                # Also after an error: watched hooks must not stay in the user's tables.
                 observers.settle(before)
         if self.generators is not None:
             # Alone, all are set back, as comparing them would take longer than that.
@@ -89,6 +92,8 @@ class FirstPass:
 
         A repetition sets back the generators that the forward has drawn from, and no others (rule 7).
         """
+        # Without other threads there is nobody else's number, and what is known to be its own needs no proof. So a
+        # steady step runs no forward here.
         if self.generators is None or self.drawn <= self._known_draws or not self.generators.shared:
             return
 
@@ -110,6 +115,7 @@ class FirstPass:
         """
         kinds = self.drawn if kinds is None else kinds
         # Rule 2.
+        # Before any state is put back: an error here must leave everything as it is.
         self.read.require_unchanged()
         with ExitStack() as stack:
             # What stands first is put back last.

@@ -90,6 +90,7 @@ def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
     inputs = require_tensors(value, name=way.name, what="input")
     parameters = tuple(way.module.parameters())
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parameters))
+    # Nothing is saved then, and there is nothing to drop.
     if not learns:
         return run_stage(way.stage, value)
     return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
@@ -98,6 +99,7 @@ def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
 def _boundary_of(inputs: Tensors) -> Output | None:
     """The boundary behind the run whose outputs, all of them in order, the inputs are, if there is one."""
     for tensor in inputs:
+        # The first tensor decides: outputs of one run have one node.
         run = getattr(tensor.grad_fn, "run", None)
         if isinstance(run, Inversion):
             return run.output if run.has_made(inputs) else None
@@ -121,6 +123,7 @@ class Inversion:
         self.way = way
         self.output = Output(way.name)
         self._inputs_like = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        # An inverse may give another layout than the input had, such as channels last.
         self._strides = list(map(torch.Tensor.stride, inputs))
         self.inputs = len(inputs)
         self._parameters = parameters
@@ -184,6 +187,7 @@ class Inversion:
         """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
         outputs = self.output.lend(for_good=for_good)
         with torch.no_grad():
+            # Without gradients, as both ways ask for them themselves where they need any.
             evaluate = self._fused if self.way.fused else self._by_inverse
             inputs, received = evaluate(outputs, gradients, wanted)
         source = self._source()

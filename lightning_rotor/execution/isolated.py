@@ -58,6 +58,8 @@ def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[S
 @contextmanager
 def draws_seen(stage: Stage) -> Iterator[Collection[str]]:
     """Context that notes which of torch's generators the stage draws from, in this thread, as far as Python sees it."""
+    # Looking is a function mode, which compiled code would be compiled anew for. Without other threads a comparison of
+    # states tells the same at once.
     if not others_may_draw() or any(map(private.is_compiled, stage.called_modules())):
         yield ()
         return
@@ -117,6 +119,7 @@ def kept_parameters(stage: Stage, known: Iterable[nn.Parameter] | None = None) -
     """
     changed: list[nn.Parameter] = []
     parameters = list(filter(_has_values, _parameters_of(stage)))
+    # FSDP frees what it gathers, so a copy would be of memory that is somebody else's by then.
     if not parameters or units_in(stage.modules) or any(map(private.is_compiled, stage.called_modules())):
         yield changed
         return
@@ -128,6 +131,7 @@ def kept_parameters(stage: Stage, known: Iterable[nn.Parameter] | None = None) -
     finally:
         present = _parameters_of(stage)
         changed += copies.restore()
+        # One that was exchanged for another has changed as well, though nobody wrote to it.
         changed += [parameter for parameter in parameters if parameter not in present]
 
 

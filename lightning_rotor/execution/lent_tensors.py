@@ -27,6 +27,7 @@ def standing_in(loans: Iterable[Slot]) -> Iterator[None]:
 
     with undone(put_back):
         for table, name, loan in loans:
+            # What is there already would be put back over a later owner.
             if table[name] is not loan:
                 owners.append((table, name, table[name]))
                 table[name] = loan
@@ -46,6 +47,7 @@ def copies_of(buffers: Iterable[tuple[nn.Module, str, torch.Tensor]]) -> list[tu
     copies: dict[int, torch.Tensor] = {}
     rows = []
     for module, name, buffer in buffers:
+        # Tied buffers stay tied: a write to the copy of one must show in the other.
         if id(buffer) not in copies:
             copies[id(buffer)] = buffer.detach().clone()
         rows.append((module, name, copies[id(buffer)]))

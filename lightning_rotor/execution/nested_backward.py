@@ -34,6 +34,7 @@ def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Ten
     if not (roots and leaves):
         return [None] * len(inputs)
     edges, gradients = zip(*roots, strict=True)
+    # torch.autograd.grad is silent about leaves that it was not asked for.
     _require_no_others(leaves, [edge.node for edge in edges], name=name)
     received = iter(torch.autograd.grad(edges, leaves, gradients, allow_unused=True))
     return [next(received) if tensor.requires_grad else None for tensor in inputs]
@@ -54,6 +55,7 @@ def _require_no_others(leaves: Tensors, nodes: Iterable[Node], *, name: str) -> 
 
 def graph_behind(nodes: Iterable[Node]) -> Iterator[Node]:
     """Some nodes of autograd's graph, and all that a backward from there goes on to, each once."""
+    # A loop and no recursion: the graph of an unrolled recurrent network is deeper than Python's stack.
     pending = [*dict.fromkeys(nodes)]
     seen = set(pending)
     while pending:

@@ -46,6 +46,7 @@ class Observers:
     def watch(self) -> None:
         """Begin to watch."""
         # None stands for the hooks of all modules.
+        # All hooks are watched, though few only look: what a hook does can be told only from what it did.
         for module in (None, *self._modules):
             for table in private.hook_tables(module, private.HOOKS[:2]):
                 for key, hook in [*table.items()]:
@@ -133,6 +134,7 @@ class _Watched:
         looks, marks = _looks_of(arguments), _marks_on(arguments[0])
         tensors = tensors_in(arguments)
         # Whoever keeps a tensor holds a reference to it.
+        # A list that collects outputs changes nothing else that could be seen.
         holders = list(map(getrefcount, tensors))
         result = self._call(*arguments)
         self.acted = self.acted or result is not None or looks != _looks_of(arguments)
@@ -171,6 +173,7 @@ def _looks_of(arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
     for tensor in tensors_in(tuple(arguments)):
         parts = plain_parts(tensor) if is_made_of_others(tensor) else (tensor,)
         for part in parts:
+            # The address tells of ``tensor.data = ...``, the version of writes in place.
             address = part.data_ptr() if part.layout is torch.strided else 0
             version = 0 if part.is_inference() else private.version_of(part)
             looks.append((address, version, tensor.requires_grad))

@@ -35,12 +35,14 @@ class Pending:
 
     def __call__(self, _: Any) -> None:
         """A backward has reached the call."""
+        # By number, and not by a flag: one backward may reach a call through each of its outputs.
         backward = private.backward_number()
         if self._once and self._backward not in (None, backward):
             raise ExecutionError(
                 "backward ran a second time through a graph whose saved tensors are freed: expected one backward per "
                 "forward. Call backward(retain_graph=True) the first time, or run the forward again"
             )
+        # Every backward begins here, also one that keeps the graph for another: what waits behind it must know.
         if self.on_backward is not None and self._backward != backward:
             self.on_backward()
         if not private.backward_keeps_graph():

@@ -69,6 +69,7 @@ class Recomputation:
     def _get(self, place: _Place) -> torch.Tensor:
         backward = private.backward_number()
         if backward not in place.filled:
+            # Running once more would give the tensor again, and hide that each read costs a whole segment.
             if backward in self._asked:
                 raise ExecutionError(
                     f"a backward asked {self._name} twice for the same saved tensor: expected once. "
@@ -84,6 +85,7 @@ class Recomputation:
         """Run again until all places that are there now have been saved to."""
         refill = _Refill(self, backward)
         try:
+            # A backward runs without gradients, and what saves nothing fills no place.
             with saved_tensors_hooks(refill.save, _unchanged), torch.enable_grad():
                 self._again()
         except _Enough:
@@ -114,9 +116,13 @@ class _Refill:
             # Its node would hold it, and it holds its node.
             tensor = tensor.detach()
         if number < len(places):
+            # A place may be gone: its node was freed, since nobody wants a gradient behind it. The numbers of the
+            # others stay.
             place = places[number]()
             if place is not None:
                 expected = self._of._kinds[number]
+                # Kinds and not values: comparing values would need the dropped tensors. Equal kinds in the same order
+                # is what torch's own checkpoint requires as well.
                 if _kind_of(tensor) != expected:
                     raise self._of._differs(f"{tensor.dtype} of shape {tuple(tensor.shape)}", expected)
                 place.filled[self._backward] = tensor

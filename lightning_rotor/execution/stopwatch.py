@@ -59,6 +59,7 @@ class Stopwatch:
     def timed(self, run: Callable[[Any], Any], value: Any) -> Any:
         """The output of a call. Its backward lasts until its inputs have their gradients, or autograd is at the end."""
         self.calls += 1
+        # Events cost a GPU's queue next to nothing, but nodes' hooks cost the host microseconds, so timing ends.
         is_timed = 1 < self.calls <= 1 + TIMED_CALLS
         laps: list[_Lap] | None = [] if is_timed else None
         self.laps = laps
@@ -70,15 +71,19 @@ class Stopwatch:
         # From here on the times are: forward begins, forward ends, backward begins, backward ends.
 
         def begin(_: Any) -> None:
+            # Outputs may have several nodes, of which each calls this. The first begins the backward.
             if len(times) == 2:
                 times.append(self._clock.now())
                 private.at_end_of_backward(end)
 
         def reach_inputs(_: Any) -> None:
             if len(times) > 2:
+                # The last input to get its gradient ends it: what autograd does behind them belongs to other modules.
                 times[3:] = [self._clock.now()]
 
         def end() -> None:
+            # No input learns, as for the first module of a model. The end of the whole backward is the nearest there
+            # is.
             if len(times) == 3:
                 times.append(self._clock.now())
             self._step_laps.append([times[:2], times[2:]])

@@ -32,6 +32,7 @@ def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_
         tensors: As they are now.
         or_copies: They may be copies of what they were, in other memory.
     """
+    # All stamps in one list, whose comparison runs in C: it is asked before each recomputation.
     now = private.stamps(tensors)[: len(before)]
     if now == before:
         return None
@@ -61,6 +62,7 @@ class TensorsRead:
     def require_untouched(self) -> None:
         """Raise ``ExecutionError`` if the forward itself has changed them."""
         for table, name, tensor in self._read:
+            # Another tensor of the same name has a version of its own, which may be the same number.
             if table.get(name) is not tensor:
                 raise self._changed_inside(table, name)
         number = first_changed(self._stamps, self._tensors)
@@ -117,6 +119,7 @@ def slots_read(state: SegmentState) -> Iterator[Slot]:
         for name, parameter in module._parameters.items():
             yield module._parameters, name, parameter
     for module in state.buffered:
+        # Asked at each forward, since a normalization may have been set to evaluate since.
         if not _leaves_statistics(module):
             for name, buffer in module._buffers.items():
                 yield module._buffers, name, buffer

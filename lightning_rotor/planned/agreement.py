@@ -54,6 +54,7 @@ class Agreement(Ranks):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a module measures for itself, and a group is no data.
+        # Not by the constructor itself: pickle passes no keyword arguments.
         return Agreement._anew, (self._beyond,)
 
     @classmethod
@@ -116,6 +117,7 @@ class Agreement(Ranks):
 
     def _compare(self) -> None:
         """Check that all measure stages of the same names."""
+        # Names, since a stage has the name of the code that it runs. Sizes may differ, as plans are settled by room.
         if not self.together or self._same(" ".join(self._names)):
             return
         listed = list(self._names[:_FEW])
@@ -143,6 +145,7 @@ class Agreement(Ranks):
 
     def any(self, is_so: bool) -> bool:
         """True if it is so in any process: one number goes round."""
+        # Alone it costs nothing: this is asked at each forward of a training without messages, too.
         if not self.together:
             return is_so
         return bool(self._largest(int(is_so))[0])
@@ -175,12 +178,14 @@ class Agreement(Ranks):
             missing_bytes = plain_simulation(outcome).peak_bytes - outcome.budget_bytes
             told = missing_bytes, str(outcome.schedule)
         outcomes = self._told(told)
+        # The error of the process that lacks most: the limit that it names is enough for all.
         failures = [told for told in outcomes if isinstance(told, BudgetError)]
         if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
         if len({schedule for _, schedule in outcomes}) == 1:
             return outcome
+        # Each judges the winner's schedule by its own costs, as batches differ in size.
         settled = _under(outcome, max(outcomes)[1])
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
         excess_bytes: float = math.inf

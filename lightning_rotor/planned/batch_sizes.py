@@ -72,6 +72,7 @@ class BatchSizeAdvice:
     @property
     def best(self) -> BatchSizeOption:
         """The option with the most samples per second."""
+        # Not the largest: all samples of a batch pay for the recomputation that one more of them costs.
         return max(self.options, key=lambda option: option.samples_per_second)
 
     def __rich__(self) -> Table:
@@ -108,6 +109,8 @@ class AffineCosts:
         """
         (small, large), span = self.sizes, self.sizes[1] - self.sizes[0]
 
+        # The line through the two measured sizes, times its span. A division into floats would lose the last bytes of
+        # a large model.
         def line(at_small: Any, at_large: Any) -> Any:  # times the span: integers stay exact
             return at_small * (large - batch_size) + at_large * (batch_size - small)
 
@@ -167,12 +170,15 @@ def advise_batch_size(
 def measured_costs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AffineCosts:
     """Costs measured at the size of a call's batch and at half of it; ``SampleError`` if that cannot be halved."""
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in((args, kwargs))}
+    # Halving cuts the first dimension of every tensor. One of another length, as a table of positions, would be cut
+    # into something that the model was not written for.
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
         raise SampleError(
             f"the sample's tensors have first dimensions {sorted(sizes) or [size]}: expected one number of samples, "
             "at least 2, in all of them"
         )
 
+    # Of no other process: a single one asks, before a training.
     ranks = Agreement()
 
     def measured(number: int) -> Chain:
@@ -180,6 +186,7 @@ def measured_costs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             return tensor[:number].detach().clone().requires_grad_(tensor.requires_grad)
 
         call = tree_map_only(torch.Tensor, first, (args, kwargs))
+        # Each size is cut for itself, as a recorded graph may hold the number of samples as a constant.
         with ranks.watching():
             cut = sequentialize(model, *call)
         return profile_chain(cut.stages, cut.bind(*call), ranks=ranks).chain
@@ -199,10 +206,14 @@ def advice_from(
     options: list[BatchSizeOption] = []
     powers = (2**power for power in count())
     rising = chain((1,), (size for power in powers for size in (2 * power, 3 * power)))
+    # Bytes rise with the batch, so behind the first size that does not fit no other does.
     for batch_size in rising if batch_sizes is None else sorted(set(batch_sizes)):
         costs_at = costs.at(batch_size)
+        # The batch itself is memory, too: 256 images of 224 x 224 pixels are 147 MiB.
         batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
         budget = replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
+        # Bytes are rounded up, as a plan that is one byte too small breaks the limit. Those of a stage whose memory
+        # falls as the batch grows end at 0.
         try:
             solved = budget.plan(costs_at, slots=slots)
         except BudgetError:

@@ -100,6 +100,8 @@ class BudgetSource:
         accumulates: Budgets may be for steps that add to gradients which are there.
     """
 
+    # A plan may be made by several processes together. Sources share no agreement, or two trainings in one program
+    # would wait for each other's answers.
     ranks: Agreement
     accumulates = True
 
@@ -111,6 +113,7 @@ class BudgetSource:
     @property
     def turn(self) -> Turn:
         """Names of the modules whose calls wait for their backward."""
+        # Names and not plans: the plans of calls that wait may still change, and the key of a plan must not.
         return ()
 
     def plan_beside(self, name: str, signature: Signature, value: Any) -> Prepared | None:
@@ -119,6 +122,7 @@ class BudgetSource:
 
     def budget(self, name: str, profile: Profile) -> Budget:
         """Bytes that one plan of a module may use at this moment."""
+        # It is asked anew for each plan: gradients and optimizer state may have come to be since the last answer.
         raise NotImplementedError
 
     def plans_by_seconds(self, name: str) -> bool:
@@ -127,6 +131,8 @@ class BudgetSource:
 
     def hear(self, event: PlanEvent) -> None:
         """Something has happened. What this raises ends the call."""
+        # Alone, a module has nobody who could train it plainly and still keep the limit, so these end the call. The
+        # planner of whole steps goes on where the step as a whole lets it.
         if isinstance(event, (NoChain, ProfilerBusy, NothingFits)):
             raise event.error
 

@@ -34,6 +34,8 @@ class SteadyCall:
 
     def serves(self, signature: Signature) -> bool:
         """True if the module is as it was, and a call differs by smaller sizes at most."""
+        # Facts first: they are an address compared in C, and change more often than sizes in a training with one batch
+        # size.
         if not self.facts.holds() or not signature.differs_in_sizes(self.signature):
             return False
         return is_within(signature.shapes, self.signature.shapes)
@@ -82,10 +84,12 @@ class PlanCache:
         self._entries.move_to_end(signature)
         if turn in turns:
             return turns[turn]
+        # Costs do not depend on what else waits for its backward. The bytes that a plan may use do.
         return replace(costs_of(next(iter(turns.values()))), turn=turn)
 
     def alike(self, signature: Signature, names: Sequence[str]) -> list[tuple[int, Prepared]]:
         """Sizes and plans of calls that differ from a signature in sizes alone, the nearest size first."""
+        # Names of stages as well: a module may be cut anew (a layer was added) and keep its modes and types.
         wanted = signature.family
         entries = []
         for known, prepared in self.planned():
@@ -95,6 +99,8 @@ class PlanCache:
 
     def put(self, signature: Signature, entry: Costs | Prepared) -> None:
         """Add or replace an entry; its signature is now used last."""
+        # A steady call is asked nothing, not even whether its entry is still the one of the cache. So every change
+        # ends it.
         self.steady = None
         if self.roomy is not None and self.roomy.signature == signature:
             self.roomy = None
@@ -113,6 +119,8 @@ class PlanCache:
     ) -> None:
         """Note the call that came last, if nothing about its entry may change by itself; facts are of its module."""
         self.steady = None
+        # A plan that its calls' seconds may still replace must be looked up at the next call. Totals of packed
+        # sequences are values, which the shapes of a call do not show.
         stays = prepared.is_settled or prepared.runs_plainly
         if facts is not None and stays and prepared.is_best_known and not signature.has_totals:
             self.steady = SteadyCall(facts, signature, prepared, waiting)

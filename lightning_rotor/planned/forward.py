@@ -44,11 +44,15 @@ _CAUTIOUS_ATTEMPTS = 2
 
 
 class _BoundCall(NamedTuple):
-    """A call with the input of its chain, and its plan."""
+    """A call with the input of its chain, and its plan.
+
+    ``is_recorded`` tells if the recording is right for the call, where nobody has asked that yet.
+    """
 
     signature: Signature
     value: Any
     prepared: Prepared
+    is_recorded: Callable[[], bool] | None = None
 
 
 class PlannedForward:
@@ -129,7 +133,7 @@ class PlannedForward:
         call = plans.bind_unasked(roomy.signature.cut, args, kwargs)
         if call is None or not roomy.serves(call[0]):
             return None
-        return _BoundCall(*call, roomy.prepared)
+        return _BoundCall(*call, roomy.prepared, partial(self._is_recorded, roomy.signature, args, kwargs))
 
     def _prepared_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _BoundCall | None:
         """The call with its plan, made now if it must be; None if the module runs plainly."""
@@ -182,11 +186,11 @@ class PlannedForward:
                 failure = error
             # Frames of the traceback hold what the failed forward has made, which is to be freed.
             failure.__traceback__ = failure.__context__ = None
-            prepared = self._with_less(call.signature, prepared, failure, restored=before.restore(), attempt=attempt)
+            prepared = self._with_less(call, prepared, failure, restored=before.restore(), attempt=attempt)
         raise AssertionError
 
     def _with_less(
-        self, signature: Signature, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
+        self, call: _BoundCall, prepared: Prepared, failure: RuntimeError, *, restored: bool, attempt: int
     ) -> Prepared:
         """The next smaller plan for a failed forward; ``ShortageError`` if there is none, or it cannot run again."""
         plans, failed = self.plans, prepared.plan
@@ -194,11 +198,15 @@ class PlannedForward:
             reason = "The forward communicates with other processes, so it cannot run again here alone"
         elif not restored:
             reason = "The forward has changed its input or a large buffer, so it cannot run again with a smaller plan"
+        elif call.is_recorded is not None and not call.is_recorded():
+            # A plan would run what was recorded for a larger size, and only what that changes was set back.
+            reason = "The forward does something else for this size, so it cannot run again with a smaller plan"
+            plans.cache.roomy = None
         elif plans.ceiling.lower(failed, to_the_least=attempt >= _CAUTIOUS_ATTEMPTS):
-            kind_of(signature.device).empty_cache()
+            kind_of(call.signature.device).empty_cache()
             ceiling_bytes = plans.ceiling.size_bytes or 0
             plans.cache.keep_only_plans(lambda plan: plan.peak_bytes <= ceiling_bytes)
-            smaller = plans.plan_again(signature, prepared)
+            smaller = plans.plan_again(call.signature, prepared)
             _log.warning(
                 "out of memory under a plan of %s: the forward runs again, and all that follow, with plans of at "
                 "most %s",
@@ -212,6 +220,13 @@ class PlannedForward:
         limit_bytes, predicted_bytes = budget.limit_bytes, budget.reserved_bytes + failed.peak_bytes
         message = shortage_message(failure, reason, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes)
         raise ShortageError(message, limit_bytes=limit_bytes, predicted_bytes=predicted_bytes) from failure
+
+    def _is_recorded(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if the recording of a larger call is right for this one, which is recorded if it must be."""
+        try:
+            return self.plans.bind(args, kwargs)[0].cut is signature.cut
+        except (ModelError, SampleError):
+            return False  # for want of memory, perhaps
 
     # ---------------------------------------------------------------- samples
 

@@ -243,12 +243,12 @@ class JointPlans:
 
     def _nearest(self, plans: ModulePlans, signature: Signature, turn: Turn, held_bytes: int) -> _Shared | None:
         """The plan for the nearest sizes that are no smaller, with room for so much; by choice, of the same turn."""
-        wanted = signature.family
         number = turn.count(plans.name)
         least_overhead = 0.0
         best: tuple[tuple[bool, int], Prepared] | None = None
         for known, prepared in plans.cache.planned():
-            if prepared.room_bytes is None or prepared.is_chosen or known.family != wanted:
+            # The plan runs the stages of its own cut, and another recording does something else, for all its names.
+            if prepared.room_bytes is None or prepared.is_chosen or not known.differs_in_sizes(signature):
                 continue
             is_same_turn = prepared.turn == turn
             if is_same_turn and is_within(known.shapes, signature.shapes) and not prepared.lost_seconds:

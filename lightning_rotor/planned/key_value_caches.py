@@ -25,6 +25,7 @@ class KeyValueCaches:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # Of all submodules: an encoder and a decoder, or an adapter around a model, have a config each.
         attributes = [attribute_of(each, "config") for each in module.modules()]
         configs = {id(config): config for config in attributes if _is_of_transformers(type(config))}
         # Set in their namespaces, as their classes take microseconds to set an attribute.
@@ -40,7 +41,10 @@ class KeyValueCaches:
         """Context in which they are left out, unless a call asks for them."""
         if self._configs and not self._has_told:
             self._has_told = True
+            # No warning: transformers does the same under its own checkpointing, and its users expect it.
             _log.info("it trains with use_cache=False, without past_key_values in its output, as nobody reads them")
+        # Switched on again after an error, too: the next call may generate text, which takes a forward of the whole
+        # text for each token without caches.
         with undone(self._switch_on):
             for config in self._configs:
                 config["use_cache"] = False

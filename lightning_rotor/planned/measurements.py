@@ -12,6 +12,7 @@ from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain_profile import profile_over
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
+# A bound looks at all of them, so each costs time at every new size.
 _MOST_MEASURED = 32
 
 
@@ -31,6 +32,7 @@ class Measurements:
 
     def add(self, signature: Signature, profile: Profile) -> None:
         """Remember what was measured."""
+        # To the end of the order: a size that was measured again is not the first to be forgotten.
         self._profiles.pop(signature, None)
         # Without the shapes that its stages take: equal stages of several measurements are then the same objects.
         bare = tuple(replace(stage, takes=()) for stage in profile.chain)
@@ -54,6 +56,8 @@ class Measurements:
         profile, chain = self._profiles[measured], bound.chain
         try:
             profile = for_call(replace(profile, chain=chain), signature)
+            # The stages are the same objects, so costs match one to one. Sizes that were recorded apart have stages of
+            # their own, which are merged here as those of the measurement were.
             if measured.cut is signature.cut:
                 return Estimate(profile, bound.is_near)
             estimated = profile_over(

@@ -249,6 +249,8 @@ class ModulePlans:
             prepared = self._source.plan_beside(self.name, signature, value)
         if prepared is None:
             prepared = self._prepared_alone(signature, value)
+        # Another recording may do something else, even if all of its stages have equal names.
+        assert prepared.signature.cut is signature.cut
         if self.measuring_seconds > spent_seconds:
             _tell(signature, prepared, self.measuring_seconds - spent_seconds)
         facts = None if self.together else self._cuts.facts_besides(signature.cut)

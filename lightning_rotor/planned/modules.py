@@ -165,6 +165,7 @@ class PlannedModules:
             self._plan_only([named_target(model, name) for name in self._names])
             return True
         assert self._search is not None
+        # What a checkpoint knows was learned in real steps, so nothing is left to be found.
         if known:
             self._search.close(())
         self._plan_only(known or self._search.targets())
@@ -177,9 +178,13 @@ class PlannedModules:
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
         targets = self._search.targets()
         listed = [(target.name, target.is_unseen) for target in targets]
+        # Batches of processes differ, so their dry runs may rank modules differently. What one plans alone would send
+        # messages that no other waits for, so the first process decides.
         told = listed, self._search.is_open, self._search.messages
         heard = self._loop.told_by_all(told)
         listed, self._search.is_open, _ = heard[0]
+        # Which processes exchange messages is known to each for its own modules only. They must be joined before any
+        # of them plans, or one asks while another still measures.
         members: list[frozenset[int]] = []
         for _, _, messages in heard:
             for name, _ in listed:
@@ -208,11 +213,13 @@ class PlannedModules:
         for name in list(self._unseen):
             self._dismiss(name)
         wanted = set(self.names) & set(calls) - self._slight(calls)
+        # Again as the first process does: layers that are skipped at random differ from process to process.
         kept = self._loop.told_by_all(sorted(wanted))[0]
         given_up = [module for module in self if module.name not in kept]
         for module in given_up:
             self._detach(module.module)
         self._modules = [module for module in self if module.name in kept]
+        # Counts of calls decide later whether a step has several, so those of modules that are given up do not count.
         self._search.close([name for name in calls if name in kept])
         return [module.plans for module in given_up]
 
@@ -232,6 +239,8 @@ class PlannedModules:
             name = module.name
             if not module.target.is_unseen or name not in seconds:
                 continue
+            # Both must be small: a fast layer may hold most of the bytes, and a slow one may be what recomputation
+            # must avoid.
             if seconds[name] < least_seconds and kept_bytes[name] < least_bytes:
                 slight.add(name)
         return slight
@@ -263,17 +272,22 @@ class PlannedModules:
         self._search.refused.add(name)
         self._refusals.append(error)
         _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
+        # Those found in this step run right now, perhaps around this call, and keep their plans whatever the search
+        # says.
         targets = []
         for other in self:
             if other is not module and other.target.is_unseen:  # found in this step
                 targets.append(other.target)
         self._plan_only([*targets, *self._search.targets()])
+        # The parts are planned from now on, and would be asked for caches by the module around them.
         if module.caches:
             self._attach(module.module, ForwardWithoutCaches(module.caches))
 
     def _found(self, name: str) -> None:
         """The first step is about to call a module that waits: plan it, and nothing inside of it or around it."""
         target = self._unseen[name]
+        # One of nested modules is planned. The call that came first is the outer one, whose recomputation contains the
+        # others'.
         inside = set(target.module.modules())
         for other, waiting in list(self._unseen.items()):
             if waiting.module in inside or holds(waiting.module, target.module):
@@ -315,6 +329,7 @@ class PlannedModules:
             overhead = None if prepared is None else prepared.measured_overhead
             if overhead is None:
                 return None
+            # Overheads of calls are shares of different plain times, so seconds are added and not shares.
             extra_seconds += overhead * call.chain.step_seconds
         return extra_seconds / plain_seconds if plain_seconds else None
 
@@ -374,6 +389,7 @@ class PlannedModules:
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
+        # All that were ever attached, since one that was refused may still have a forward without caches.
         for module, forward in self._attached:
             detach(module, forward)
         self._attached = []

@@ -50,14 +50,18 @@ def covering(signature: Signature, known: Iterable[tuple[Signature, Prepared]]) 
     for other, prepared in known:
         overhead = prepared.plan.overhead
         if is_within(signature.shapes, other.shapes):
+            # Where nothing fits, the plan that takes least runs beyond its budget. It proves nothing for other sizes.
             is_kept = prepared.plan.peak_bytes <= prepared.plan.budget_bytes
             if is_kept and (best is None or overhead < best.plan.overhead):
                 best = prepared
+        # A plan bounds others from below only if it is the best for its size. One that was taken over may recompute
+        # more than it needs.
         elif prepared.is_best_known and is_within(other.shapes, signature.shapes):
             least_overhead = max(least_overhead, overhead)
     if best is None:
         return None
     if best.plan.overhead <= least_overhead + SLIGHT:
+        # Nothing is lost by definition: a search would take longer than steps could gain.
         return best, 0.0
     return best, lost_by(best.plan, least_overhead)
 
@@ -109,11 +113,15 @@ def best_of(
     if for_equal_costs is not None:
         return for_equal_costs
     limit_bytes = max(budget.available_bytes, 1)
+    # A schedule of a larger size fits, as bytes rise with sizes. One of a smaller size recomputes less, and fits if
+    # its budget left room. So both sides are tried.
     larger = _unlike(prepared.plan.schedule for other, prepared in alike if other >= size)
     smaller = _unlike(prepared.plan.schedule for other, prepared in alike if other < size)
     nearest = [*larger[:_NEAREST_LARGER], *smaller[:_NEAREST_SMALLER]]
     best = None
     for schedule in _unlike([Schedule.keep_all(len(chain)), *nearest]):
+        # The simulator judges it with the new size's own costs, as it judges any plan. So it does not matter where a
+        # schedule comes from.
         plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
         if plan.peak_bytes > limit_bytes:
             continue
@@ -145,6 +153,7 @@ def least_overhead_of(
         if not prepared.is_best_known:
             continue
         has_no_less = plan.budget_bytes >= budget.available_bytes
+        # Bounds give several sizes one chain, and what that needs does not depend on which of them asks.
         needs_the_same = has_no_less and _costs_the_same(plan.chain, chain)
         if other_size <= size or needs_the_same:
             least_overhead = max(least_overhead, plan.overhead)
@@ -153,4 +162,5 @@ def least_overhead_of(
 
 def lost_by(plan: Plan, least_overhead: float) -> float:
     """The most seconds that a better plan would save in each step."""
+    # Overheads are shares of the plain step, which is what the division leaves of the plan's seconds.
     return max(plan.overhead - least_overhead, 0.0) * plan.seconds / (1 + plan.overhead)

@@ -44,6 +44,8 @@ class Signature:
     def of(cls, cut: SequentialCut | GraphCut, value: Any, modes: Modes) -> Signature:
         """The signature of a call with this input of the chain."""
         tensors = tensors_in(value)
+        # Behind the shapes stand numbers that only values tell: a packed sequence of the same shape may hold more
+        # entries.
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if isinstance(cut, GraphCut):
             for total in cut.recording.guards.totals:
@@ -73,7 +75,10 @@ class Signature:
 
     @property
     def family(self) -> Any:
-        """Equal for signatures that differ in the sizes of tensors alone."""
+        """Equal for signatures that differ in the sizes of tensors alone, and perhaps in the recording.
+
+        For costs and schedules. What runs one call may run another only if that ``differs_in_sizes``.
+        """
         names = tuple(stage.name for stage in self.cut.stages)
         dimensions = tuple(map(len, self.shapes))
         return (

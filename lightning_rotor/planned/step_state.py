@@ -78,12 +78,15 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.WATCHING, Event.RESTORED): State.WATCHING,
     (State.WATCHING, Event.PUT_OFF): State.WATCHING,  # of another input: the plans of known ones go on
     (State.WATCHING, Event.PLANNED): State.WATCHING,
+    # Gradients that add up make the next steps larger, so they are measured as well.
     (State.WATCHING, Event.EXCEEDED): State.WATCHING,
     (State.WATCHING, Event.WATCHED): State.STEADY,
     (State.STEADY, Event.RESTORED): State.STEADY,
     (State.STEADY, Event.PUT_OFF): State.STEADY,
+    # Any new plan is watched, also that of a shape that training has met before: it was made for another budget.
     (State.STEADY, Event.PLANNED): State.WATCHING,
     (State.STEADY, Event.EXCEEDED): State.WATCHING,
+    # A checkpoint is loaded behind the choice of modules, and knows better.
     (State.UNPLANNED, Event.RESTORED): State.PLANNING,
 }
 

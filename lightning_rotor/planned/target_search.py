@@ -68,6 +68,7 @@ def _no_submodule(model: nn.Module, name: str) -> ModelError:
     """The error for a name that the model does not have; it lists names that could be meant."""
     plannable = []
     for path, module in model.named_modules():
+        # Modules without parameters are left out: nobody means a metric or a loss.
         if path and _computes(module):
             plannable.append(path)
     close = get_close_matches(name, plannable, n=1)
@@ -85,6 +86,7 @@ def _no_submodule(model: nn.Module, name: str) -> ModelError:
 
 def may_be_planned(module: nn.Module) -> bool:
     """True if nothing speaks against planning a module, as far as can be told without its input."""
+    # Where the user has named the module this error is theirs to read. Here it is one candidate less.
     try:
         check_module(module)
     except ModelError:
@@ -123,6 +125,7 @@ class TargetSearch:
         try:
             self._compute = compute()
         except ProfilingError as error:
+            # Not an error: training must begin, and its first step shows what a dry run would have told.
             self._unseen_because = f"found in the first step, whose compute could not be counted before: {error}"
             return
         stop = self._compute.stopped_at
@@ -143,6 +146,8 @@ class TargetSearch:
         Of submodules that do the same work, it is the outermost. Equal blocks, which are children of one module and
         have one class, are chosen together, however small each of them is.
         """
+        # Modules that were met are ranked by compute. Unmet ones may have all of the compute or none, so each is a
+        # target, and those that the step does not call cost nothing.
         met = [name for name, _ in self._met(self._model)]
         seen = self._heavy(met)
         if self._is_better_whole(seen):
@@ -192,6 +197,7 @@ class TargetSearch:
             return False
         if compute is None or not compute.calls[""]:
             return False
+        # The dry run ended inside of the model's own forward, so the rest of it may hold more than any submodule.
         if "" in compute.unfinished or not seen:
             return True
         return self._share("") >= self._share(seen[0]) + _NOTABLE
@@ -202,6 +208,7 @@ class TargetSearch:
             return
         for key, child in module.named_children():
             name = f"{prefix}{key}"
+            # A module that cannot be a chain is no end: its children may be.
             was_met = self._compute.plannable[name] > 0
             if was_met and name not in self.refused and may_be_planned(child):
                 yield name, child
@@ -226,6 +233,8 @@ class TargetSearch:
         groups: dict[tuple[str, type], list[str]] = {}
         for name in self._apart([*names, *self._skipped(names)]):
             groups.setdefault(self._group_of(name), []).append(name)
+        # Of twelve equal blocks each has 8 % of the compute, and the thirteenth layer may have as much. They are
+        # judged together, since planning half of equal blocks helps nobody.
         shares = {group: sum(map(self._share, members)) for group, members in groups.items()}
         # Where no group is heavy, the heaviest still is: it is all there is to plan.
         least = max(min(_HEAVY, max(shares.values(), default=0.0)), _LEAST)
@@ -267,6 +276,7 @@ class TargetSearch:
             return -self._weight(name), -len(inside[name])
 
         apart: list[str] = []
+        # The one with most compute comes first, so that a module inside of it is left out and not the other way round.
         for name in sorted(names, key=rank):
             overlaps = False
             for other in apart:
@@ -280,6 +290,7 @@ class TargetSearch:
 
     def left_out(self, planned: Collection[str]) -> list[tuple[str, float]]:
         """Modules that are not planned, and their shares of the compute, largest first; empty if that is not known."""
+        # Shares of a step that was followed to a part only would be shares of that part.
         if self._compute is None or "" in planned or self._compute.stopped_at:
             return []
         modules = [self._model.get_submodule(name) for name in planned]
