@@ -82,7 +82,7 @@ class MicroBatchStage(PipelineStage):
         super().clear_runtime_states()
         self.in_flight.clear()
         self._input_gradients.clear()
-        # Those of the last stage come from user code, for one step. Elsewhere they are buffers, which the next step uses.
+        # Those of the last stage come from user code, for one step. Elsewhere they are buffers for the next step, too.
         if self.is_last:
             self.output_gradients.clear()
 

@@ -75,7 +75,8 @@ def orders(
     then the remaining backwards. It takes a round of micro-batches through one of its stages, then through the next.
     """
     check_numbers(schedule, devices, micro_batches, stages_per_device)
-    # torch's interleaved schedule makes m // D rounds of equal size, or one if there are fewer micro-batches than devices.
+    # torch's interleaved schedule makes m // D rounds of equal size, or one if there are more devices than
+    # micro-batches.
     round_size = micro_batches
     if schedule == "interleaved":
         round_size = micro_batches // max(1, micro_batches // devices)

@@ -284,8 +284,8 @@ def _parameter_tables(module: nn.Module) -> list[dict[str, Any]]:
 
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:
     """A schedule of torch; GPipe's for a small last batch or a forward alone."""
-    # torch would divide gradients by the number of micro-batches. Losses are weighted by rows before, since a small last
-    # micro-batch counts less.
+    # torch would divide gradients by the number of micro-batches. Losses are weighted by rows before, since a small
+    # last micro-batch counts less.
     options = {
         "n_microbatches": micro_batches,
         "loss_fn": loss,

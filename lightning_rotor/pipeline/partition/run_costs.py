@@ -234,8 +234,8 @@ class Costs:
     def _made_planner(self, first: int, last: int) -> InFlightPlanner:
         """Planner of a run; alike ones, wherever in the chain they are, share it."""
         part = sub_chain(self.problem.chain, first, last)
-        # Names say nothing about costs, and equal blocks of a transformer differ in nothing else. So a plan made for one
-        # of them serves all: chains are keys, compared by value.
+        # Names say nothing about costs, and equal blocks of a transformer differ in nothing else. So one plan serves
+        # all of them: chains are keys, compared by value.
         nameless_stages = tuple(replace(cost, name="") for cost in part)
         nameless = replace(part, stages=nameless_stages)
         # The gradient of the output comes into a buffer, but for the last stage's.

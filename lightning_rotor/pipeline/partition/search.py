@@ -45,7 +45,7 @@ class Search:
 
     @cached_property
     def _bounds(self) -> Bounds:
-        # Long runs are rare in good cuts and make the table large: several even lengths, or as many as there is room for.
+        # Long runs are rare in good cuts and make the table large: several even lengths, or as many as have room.
         n, stages = self._n, self._stages
         even_length = math.ceil(n / stages)
         longest = max(4 * even_length + 4, _MOST_RUNS // (n * stages))
@@ -175,7 +175,7 @@ class Search:
 
     def _move(self, through: Reals, count: int, step: int) -> None:
         """Take the first better cuts where so many move by a step, the least bounds first; at the end fewer move."""
-        # Row p of the matrix moves the cuts p, p + 1, ..., p + count - 1. The first stage's begins the chain, and stays.
+        # A row for each first cut that moves, with so many behind it. The first stage begins the chain, and stays.
         stages = np.arange(self._stages)
         begin = np.arange(1, self._stages)[:, None]
         moving = ((begin <= stages) & (stages < begin + count)).astype(np.int64)
