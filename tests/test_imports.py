@@ -30,7 +30,7 @@ ORDER = (
         "planning",
     ),  # numbers alone, without torch
     *("devices", "private", "skip", "stages", "execution", "invertible", "capture", "profiling"),
-    *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
+    *("memory", "planned", "pipeline", "advising", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.
