@@ -173,24 +173,32 @@ def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
     for start, length in zip(first_stages(lengths), lengths, strict=True):
         # The stage behind a call runs once, so no item reaches from one call into another.
         items = [item for item in schedule.items if start <= item.first < start + length]
-        own, count = len(items), len(schedule.items)
-        # The first point of the call's backward.
-        later = 2 * count - before - own
-
-        def of_call(point: int) -> int:
-            """A point of the whole schedule as one of the call's."""
-            if point < count:
-                return min(max(point - before, 0), own)
-            return own + min(max(point - later, 0), own)
-
+        own = len(items)
+        forward_ends, backward_begins = before + own, 2 * len(schedule.items) - before - own
         moves = []
         for move in schedule.moves:
             if before <= move.item < before + own:
-                moves.append(Move(move.item - before, of_call(move.release), of_call(move.fetch)))
+                release = _nearest_point(move.release, before, forward_ends, backward_begins)
+                fetch = _nearest_point(move.fetch, before, forward_ends, backward_begins)
+                moves.append(Move(move.item - before, release, fetch))
         own_items = tuple(_shifted_item(item, -start) for item in items)
         schedules.append(Schedule(own_items, tuple(moves)))
         before += own + 1
     return schedules
+
+
+def _nearest_point(point: int, before: int, forward_ends: int, backward_begins: int) -> int:
+    """The point of a call's own schedule that is next to one of the whole step's, inside of forward and backward.
+
+    Args:
+        point: Of the whole schedule: items before it, of the forwards and then of the backwards.
+        before: The point where the call's forward begins.
+        forward_ends: The point where it ends.
+        backward_begins: The point where the call's backward begins.
+    """
+    if point < backward_begins:
+        return min(max(point, before), forward_ends) - before
+    return forward_ends - before + point - backward_begins
 
 
 def concatenated(schedules: Sequence[Schedule]) -> Schedule:
