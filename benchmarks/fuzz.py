@@ -288,11 +288,13 @@ class Library:
         planner = self.callbacks[-1]._planner
         for each in self.over:
             if each.answer == "unknown" and number == each.step + 1:
-                each.answer = "none" if self._plan is each.plan else "another plan"
+                each.answer = "none" if do_the_same(self._plan, each.plan) else "another plan"
         watch, limit_bytes = planner.watch, planner.limit.size_bytes
         is_new = bool(watch.phases) and watch.phases is not self._phases and watch.is_exact
         self._phases = watch.phases
-        if is_new and number and watch.peak_bytes > limit_bytes > 0:
+        # The first step of a training that was resumed has another number, and is a first one all the same.
+        is_first = planner._steps_begun <= 1
+        if is_new and not is_first and watch.peak_bytes > limit_bytes > 0:
             self.over.append(Over(number, watch.peak_bytes, limit_bytes, self._plan, "unknown"))
 
     def chosen(self, profile: Profile, budget: Budget, reserved_bytes: int = 0) -> int:
@@ -314,6 +316,14 @@ class Library:
         most = simulate(profile.chain, Schedule.keep_all(len(profile.chain)), **budget.conditions).peak_bytes
         share = self.program.limit
         return int(least + share * (most - least) if share >= 0 else least * (1 + share))
+
+
+def do_the_same(plan: Any, other: Any) -> bool:
+    """True if two plans run one schedule on the same sizes. A plan for several calls is made anew at each step."""
+    if plan is None or other is None:
+        return plan is other
+    saved_bytes, others = ([stage.keep.saved_bytes for stage in each.chain] for each in (plan, other))
+    return plan.schedule == other.schedule and saved_bytes == others
 
 
 @dataclass(frozen=True, slots=True)

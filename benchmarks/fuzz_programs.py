@@ -411,8 +411,10 @@ class Net(L.LightningModule):
     def parts(self, x: torch.Tensor, batch_idx: int) -> list[torch.Tensor]:
         """Rows of the step's calls, whose sizes and number may change from step to step."""
         number = 2 if self.program.has("calls") else 1 + batch_idx % 3 if self.program.has("calls_vary") else 1
-        edge = 2 + (batch_idx + self.program.seed) % max(len(x) - 3, 1)
-        if number == 1 or edge + 2 > len(x):
+        # Of processes, each makes as many calls as the one of fewest rows, or plain training hangs.
+        least = len(x) - int(os.environ["RANK"]) if self.program.has("ragged") else len(x)
+        edge = 2 + (batch_idx + self.program.seed) % max(least - 3, 1)
+        if number == 1 or edge + 2 > least:
             return [x]
         return [x[:edge], x[edge:], x[1:edge]][:number]
 

@@ -23,6 +23,7 @@ from lightning_rotor.errors import (
     BudgetError,
     ExecutionError,
     ModelError,
+    OffloadError,
     PlanError,
     ProfilingError,
     RotorError,
@@ -33,6 +34,7 @@ from lightning_rotor.errors import (
     UnitError,
 )
 from lightning_rotor.execution.passes import is_checkpointing
+from lightning_rotor.offload import Offload
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advise_batch_size
 from lightning_rotor.planning import Frontier, Plan, frontier, plan
 from lightning_rotor.profiling import profile_chain
@@ -59,6 +61,8 @@ __all__ = [
     "Frontier",
     "Leaf",
     "ModelError",
+    "Offload",
+    "OffloadError",
     "Option",
     "Pipeline",
     "Plan",

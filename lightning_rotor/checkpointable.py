@@ -19,6 +19,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.memory.device_memory import resolve_limit
+from lightning_rotor.offload import Offload, parse_offload
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.attachment import attach, detach
 from lightning_rotor.planned.budget_source import BudgetSource
@@ -121,10 +122,15 @@ class Checkpointable(nn.Module):
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
-        show_progress: Show a progress bar when measuring takes longer than two seconds.
+        show_progress: Show a progress bar when measuring or planning takes longer than two seconds.
+        offload: Where a plan may move what stages hold between their forward and their backward, beside keeping and
+            recomputing it: ``"host"`` or ``"host:20GiB"``, pinned memory of the host, for a module on a GPU;
+            ``"disk:/a/folder"``, a file, for one on the CPU; an :class:`~lightning_rotor.Offload`; or None, nowhere.
     Raises:
         ModelError: The module is not supported, or empty, or holds FSDP units.
-        UnitError: ``mem_limit`` is not positive, or cannot be read; ``compiled_variants`` is none of the three.
+        UnitError: ``mem_limit`` is not positive, or cannot be read; ``compiled_variants`` is none of the three;
+            ``offload`` is none of the forms above.
+        OffloadError: There is no such memory for the module's device, or it does not give what a plan needs.
         SampleError: The sample is no tensor, or not finite.
         BudgetError: No schedule fits the limit.
     Example:
@@ -145,6 +151,7 @@ class Checkpointable(nn.Module):
         slots: int = 500,
         compiled_variants: Variants = "exact",
         show_progress: bool = True,
+        offload: str | Offload | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -153,7 +160,12 @@ class Checkpointable(nn.Module):
                 "Give a function its parameters as a module whose forward calls it"
             )
         self._limit = _ActivationLimit(parse_limit(mem_limit))
-        self._settings = PlanSettings(slots, compiled_variants=compiled_variants, show_progress=show_progress)
+        self._settings = PlanSettings(
+            slots,
+            compiled_variants=compiled_variants,
+            show_progress=show_progress,
+            offload=parse_offload(offload),
+        )
         if units := units_below(module):
             raise ModelError(
                 f"{type(module).__name__} holds {len(units)} FSDP unit{'s' * (len(units) > 1)} (the first is "

@@ -102,6 +102,10 @@ class PipelineError(RotorError, ValueError):
     """A pipeline cannot be built as asked: too many stages, no such schedule, a balance that does not add up."""
 
 
+class AdviceError(RotorError, ValueError):
+    """Nothing can be said about what to run: an unknown GPU, a wrong number of devices, or nothing that fits."""
+
+
 class InverseError(RotorError, RuntimeError):
     """A module's inverse is missing or does not undo its forward, or the module cannot go without its input otherwise.
 

@@ -24,7 +24,7 @@ class Link:
     Attributes:
         out: Bytes per second away from the device.
         back: Bytes per second back to it.
-        latency: Seconds that a copy takes besides.
+        latency: Seconds that a copy takes besides, on the link and of the host that asks for it.
         room_bytes: Most that may be in the other memory at a time; None if it holds everything.
     Raises:
         ScheduleError: A speed is not positive, or the latency or the room is negative.
@@ -50,18 +50,24 @@ class Link:
 
 
 class Copies:
-    """When the copies of one step are done, by what they copy; all times are seconds since the step began."""
+    """When the copies of one step are done, by what they copy; all times are seconds since the step began.
+
+    Attributes:
+        host_seconds: That asking for them takes. Where kernels are small, nothing hides it.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
         # When each way is free again.
         self._out_free = self._back_free = 0.0
+        self.host_seconds = 0.0
         self._out_done: dict[Hashable, float] = {}
         self._back_done: dict[Hashable, float] = {}
 
     def send(self, what: Hashable, size_bytes: int, now: float) -> None:
         """Begin a copy out; one of no bytes is the rest of an earlier one, and takes no time."""
         if size_bytes:
+            self.host_seconds += self._link.latency
             self._out_free = max(self._out_free, now) + self._link.latency + size_bytes / self._link.out
         self._out_done[what] = self._out_free if size_bytes else self.sent(what)
 
@@ -72,6 +78,7 @@ class Copies:
     def fetch(self, what: Hashable, size_bytes: int, now: float) -> None:
         """Begin a copy back, behind the copy out."""
         if size_bytes:
+            self.host_seconds += self._link.latency
             begin = max(self._back_free, now, self.sent(what))
             self._back_free = begin + self._link.latency + size_bytes / self._link.back
             self._back_done[what] = self._back_free

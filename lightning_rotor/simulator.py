@@ -327,7 +327,7 @@ class _Simulator:
             self._reach(2 * items - 1 - number)
             self._await_moved(number)
             self._backward(self._schedule.items[number])
-        host_seconds = self._segment_seconds + seconds_apart(self._chain, self._schedule)
+        host_seconds = self._segment_seconds + seconds_apart(self._chain, self._schedule) + self._copies.host_seconds
         seconds = sum(event.seconds for event in self._events) + host_seconds
         extra = max(seconds - self._chain.step_seconds, 0.0)
         return Simulation(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, UnitError
+from benchmarks.random_chains import random_chain
+from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, Schedule, UnitError
+from lightning_rotor.callbacks.rotor_callback import _ProcessPlan
 from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
+from lightning_rotor.simulator import simulate
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
 
@@ -354,15 +359,53 @@ def test_it_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     fit([RotorCallback(mem_limit="1GiB")], tmp_path)
     printed = capsys.readouterr().out
     for row in (
-        "Budget",
+        "Limit",
         "Peak without recomputation",
-        "Peak with the plan",
-        "Peak measured",
-        "Recompute overhead",
+        "Peak with this plan",
+        "Time added to these modules",
+        "Measuring, planning took",
         "Schedule",
+        "Planned",
+        "A better plan could save",
     ):
         assert row in printed
     assert printed.count("Recomputation plan") == 1
+
+
+class Resized(DataLoader[Any]):
+    """Batches whose images have other sizes, in this order."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(5)
+        batches = [(torch.randn(8, 3, each, each, generator=generator), torch.randint(10, (8,))) for each in sizes]
+        super().__init__(batches, batch_size=None)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reasons"),
+    [((16, 16, 16, 16, 24, 24, 24, 24), ["a larger input came"]), ((24, 24, 24, 24, 16, 16, 16, 16), [])],
+    ids=["larger ones", "smaller ones"],
+)
+def test_the_table_comes_again_for_larger_inputs_alone_and_says_so(
+    sizes: tuple[int, ...], reasons: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit([RotorCallback(mem_limit="1GiB")], tmp_path, data=Resized(sizes))
+    printed = capsys.readouterr().out
+    assert re.findall(r"Recomputation plan, printed again: ([\w ]+?),", printed) == reasons
+    assert printed.count("Recomputation plan") == 1 + len(reasons)
+
+
+def test_a_table_comes_again_for_another_schedule_and_not_for_corrected_seconds() -> None:
+    def shown(schedule: str, segment_seconds: float = 0.0) -> _ProcessPlan:
+        chain = replace(random_chain(random.Random(0), 3, "heterogeneous"), segment_seconds=segment_seconds)
+        made = Schedule.parse(schedule)
+        plan = Plan(chain, made, 10**6, simulate(chain, made), 0.0)
+        return _ProcessPlan(plan, 10**6, None, None, "net", "", 0, 0, 0.0, None)
+
+    first = shown("(0-1) 2")
+    assert first.news_since(None) == ""
+    assert shown("(0-1) 2", 2.0).news_since(first) is None
+    assert shown("0-2").news_since(first) == "planned anew, by the bytes and seconds that steps have taken"
 
 
 def test_modules_by_name(tmp_path: Path) -> None:
@@ -468,7 +511,7 @@ def test_the_log_says_what_is_planned_and_what_it_costs_on_a_line_each(
         r"\w+ becomes \d+ stages .*",
         r"RotorCallback plans .*: \d+ % of the FLOPs .*",
         r"\w+ for \d+(×\d+)*: costs measured in .*, peak of activations .* of .*, 0 of \d+ stages recomputed \(\+0\.0 % .*\)",
-        r"RotorCallback: limit 1\.00 GiB, peak .* \(measured .*\), overhead 0\.0 % .*, measuring took .* and planning .*",
+        r"RotorCallback: limit 1\.00 GiB, peak .* \(measured .*\), 0\.0 % of time added to .*, measuring took .* and planning .*",
     )
     assert len(lines) == len(expected)
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, lines, strict=True)), lines

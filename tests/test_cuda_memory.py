@@ -299,7 +299,7 @@ def test_a_limit_bounds_what_is_allocated(
     device = Device()
     assert_same(plain, fit(device, rotor))
     table = capsys.readouterr().out
-    assert "Peak with the plan" in table
+    assert "Peak with this plan" in table
     assert "Reserved by PyTorch" in table
     assert abs(rotor.budget_bytes - wanted) <= 1
     assert rotor.plan is not None

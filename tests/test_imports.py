@@ -24,12 +24,13 @@ ORDER = (
         "chain",
         "schedule",
         "link",
+        "offload",
         "live_memory",
         "simulator",
         "planning",
     ),  # numbers alone, without torch
     *("devices", "private", "compiling", "skip", "stages", "execution", "invertible", "capture", "profiling"),
-    *("memory", "planned", "pipeline", "report", "checkpointable", "callbacks", "strategies", "__main__"),
+    *("memory", "planned", "pipeline", "advising", "report", "checkpointable", "callbacks", "strategies", "__main__"),
 )
 WITH_LIGHTNING = {"callbacks", "strategies"}
 # Modules and folders.

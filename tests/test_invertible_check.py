@@ -21,6 +21,7 @@ from lightning_rotor.invertible import (
     invertible_checkpoint,
     is_invertible,
 )
+from lightning_rotor.invertible.check import try_inverse
 from tests.invertible import MAKERS, batch, branch
 
 
@@ -206,3 +207,10 @@ def test_the_check_leaves_everything_as_it_was():
     assert all(bool((parameter.grad == 1).all()) for parameter in module.parameters() if parameter.grad is not None)
     assert torch.equal(x, original)
     assert x.grad is None
+
+
+def test_a_planner_is_told_what_speaks_against_an_inverse() -> None:
+    x = torch.randn(2, 3)
+    assert try_inverse(Odd(twice, lambda output: output / 2), x, name="odd") == ("", "")
+    objection, _ = try_inverse(Odd(twice, twice), x, name="odd")
+    assert "the inverse of 'odd' is off by" in objection

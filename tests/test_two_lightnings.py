@@ -195,3 +195,17 @@ def test_one_that_is_too_old_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> N
         assert lightning_packages.installed() == (lightning.pytorch,)
     finally:
         lightning_packages.installed.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+def test_the_lightning_that_was_imported_keeps_its_logger(name: str) -> None:
+    lines = (
+        f"import sys, logging, {name}",
+        f"logging.getLogger({name!r}).setLevel(logging.ERROR)",
+        "from lightning_rotor import RotorCallback",
+        "from lightning_utilities.core import rank_zero",
+        "assert {'lightning.pytorch', 'pytorch_lightning'} <= set(sys.modules)",
+        "print(rank_zero.log.name)",
+    )
+    printed, _ = run_python("-c", "\n".join(lines))
+    assert printed.strip() == f"{name}.utilities.rank_zero"

@@ -13,6 +13,7 @@ from rich.table import Table
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import UnitError
+from lightning_rotor.offload import Offload, parse_offload
 from lightning_rotor.planned.cache import MAX_PLANS
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.out_of_memory import is_shortage
@@ -90,33 +91,46 @@ class _ProcessPlan:
             "measuring_seconds": self.measuring_seconds,
             "planning_seconds": self.plan.solve_seconds,
             "recomputed_stages": len(self.plan.recomputed),
+            **self._of_moves(),
             "measured_peak_bytes": self.measured_peak_bytes,
             "measured_reserved_bytes": self.measured_reserved_bytes,
             "measured_overhead_percent": None if overhead is None else 100 * overhead,
         }
         return {name: number for name, number in numbers.items() if number is not None}
 
+    def _of_moves(self) -> dict[str, float]:
+        """Numbers to log of a plan that may move something."""
+        plan = self.plan
+        if plan.link is None:
+            return {}
+        return {
+            "moved_stages": len(plan.moved),
+            "offloaded_bytes": plan.host_bytes,
+            "stall_seconds": plan.stall_seconds,
+        }
+
     def tell(self) -> None:
         """Log the plan, on one line."""
         measured_bytes = self.measured_peak_bytes
         _log.info(
-            "RotorCallback: limit %s, peak %s%s, overhead %.1f %% of the step, measuring took %s and planning %s",
+            "RotorCallback: limit %s, peak %s%s, %.1f %% of time added to what is planned%s, "
+            "measuring took %s and planning %s",
             format_bytes(self.limit_bytes),
             format_bytes(self.predicted_peak_bytes),
             "" if measured_bytes is None else f" (measured {format_bytes(measured_bytes)})",
             100 * self.plan.overhead,
+            f", {format_bytes(self.plan.host_bytes)} moved" if self.plan.moved else "",
             format_seconds(self.measuring_seconds),
             format_seconds(self.plan.solve_seconds),
         )
 
-    def table(self) -> Table:
+    def table(self, reason: str = "") -> Table:
         """A table of the costs of the plan, and of each of its calls if it is for several."""
-        rows = [("Measuring", format_seconds(self.measuring_seconds))]
-        if self.measured_overhead is not None:
-            rows.append(("Overhead measured", f"{100 * self.measured_overhead:.1f} % of the step"))
+        memory = []
         if self.measured_reserved_bytes is not None:
             reserved = format_bytes(self.measured_reserved_bytes)
-            rows.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
+            memory.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
+        rows = [("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)]
         if isinstance(self.plan, StepPlan):
             whole = self.plan.chain.step_seconds
             for name, call in zip(self.plan.names, self.plan.calls, strict=True):
@@ -129,8 +143,26 @@ class _ProcessPlan:
             reserved_bytes=self.reserved_bytes,
             final_peak_bytes=self.final_peak_bytes,
             measured_peak_bytes=self.measured_peak_bytes,
-            extra_rows=[*rows, ("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)],
+            measured_overhead=self.measured_overhead,
+            measuring_seconds=self.measuring_seconds,
+            memory_rows=memory,
+            extra_rows=rows,
+            reason=reason,
         )
+
+    def news_since(self, before: _ProcessPlan | None) -> str | None:
+        """The reason to show this plan after another one; empty if there is none before, None if nothing is new."""
+        if before is None:
+            return ""
+        chain, other = self.plan.chain, before.plan.chain
+        same_sizes = [each.keep.kept_bytes for each in chain] == [each.keep.kept_bytes for each in other]
+        if not same_sizes or chain.names != other.names:
+            # Smaller inputs take less, and sizes may change at every step.
+            larger = self.predicted_peak_bytes > before.predicted_peak_bytes
+            return "a larger input came, or another module" if larger else None
+        if self.plan.schedule == before.plan.schedule:
+            return None
+        return "planned anew, by the bytes and seconds that steps have taken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,18 +276,24 @@ class RotorCallback(Callback):
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
+        offload: Where a plan may move what stages hold between their forward and their backward, beside keeping and
+            recomputing it: ``"host"`` or ``"host:20GiB"``, pinned memory of the host, for training on a GPU;
+            ``"disk:/a/folder"``, a file, for training on the CPU; an :class:`~lightning_rotor.Offload`; or None,
+            nowhere. Calls that wait for their backward together move nothing.
         show_table: Print a table of the plan after the first steps.
         progress_bar: Show overhead and measured peak in the progress bar.
         log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as
             a figure, if matplotlib is installed, and the table of stages as text.
     Raises:
         UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` or ``compiled_variants`` is none
-            of those above; in ``setup``: ``slots`` or ``max_plans`` is not positive.
+            of those above, nor is ``offload``; in ``setup``: ``slots`` or ``max_plans`` is not positive.
         ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be
             cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
             module that can be.
         BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
             fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
+        OffloadError: In the first training batch: there is no such memory for the model's device, or it does not give
+            what a plan needs.
         ShortageError: In a training batch: the device has no memory left, whatever the plan.
     Example:
         >>> trainer = L.Trainer(callbacks=[RotorCallback(mem_limit="2GiB")])  # doctest: +SKIP
@@ -266,7 +304,7 @@ class RotorCallback(Callback):
     Logs to every logger, each key after ``RotorCallback/`` (or the logger's own separator): ``overhead_percent``,
     ``measured_overhead_percent`` (from the second step on), ``budget_bytes``, ``predicted_peak_bytes``,
     ``measured_peak_bytes``, ``measured_reserved_bytes`` (on a GPU), ``measuring_seconds``, ``planning_seconds``,
-    ``recomputed_stages``.
+    ``recomputed_stages``; with ``offload``, ``moved_stages``, ``offloaded_bytes`` and ``stall_seconds``.
     """
 
     def __init__(
@@ -278,6 +316,7 @@ class RotorCallback(Callback):
         slots: int = 500,
         max_plans: int = MAX_PLANS,
         compiled_variants: Variants = "exact",
+        offload: str | Offload | None = None,
         show_table: bool = True,
         progress_bar: bool = False,
         log_plan: bool = True,
@@ -290,11 +329,13 @@ class RotorCallback(Callback):
         self._module_name = module
         self._slots, self._max_plans = slots, max_plans
         self._compiled_variants = check_variants(compiled_variants)
+        self._offload = parse_offload(offload)
         self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
         self._planner: StepPlanner | None = None  # while training
         # Of the training before.
         self._last: _ProcessPlan | None = None
         self._last_as_compiled: _StepsAsCompiled | None = None
+        self._printed: _ProcessPlan | None = None  # in this training
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -335,7 +376,7 @@ class RotorCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         if stage == "fit":
-            self._planner = self._last = self._last_as_compiled = None
+            self._planner = self._last = self._last_as_compiled = self._printed = None
             limit = "what is free" if self._limit is None else str(self._limit)
             module = "chosen by compute" if self._module_name is None else str(self._module_name)
             settings = {"mem_limit": limit, "module": module, "slots": self._slots}
@@ -414,7 +455,7 @@ class RotorCallback(Callback):
             self._limit,
             self._module_name,
             beyond=self._on_infeasible == "warn",
-            settings=PlanSettings(self._slots, self._max_plans, self._compiled_variants),
+            settings=PlanSettings(self._slots, self._max_plans, self._compiled_variants, offload=self._offload),
             saved=self._saved,
         )
 
@@ -483,5 +524,7 @@ class RotorCallback(Callback):
         shown.tell()
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
-        if self._show_table:
-            show(shown.table())
+        reason = shown.news_since(self._printed)
+        if self._show_table and reason is not None:
+            show(shown.table(reason))
+            self._printed = shown

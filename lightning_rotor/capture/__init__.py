@@ -21,7 +21,7 @@ stages. Read in this order:
   (``names_in_code``).
 - ``guards``: whether a recording holds for a call. ``call``, ``ambient``, ``watch``, ``notes`` and ``size_guards`` are
   its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call.
-- ``boundaries``, with ``stage_names`` and ``graph_stage`` (its code is text of ``source``), makes stages of a
+- ``boundaries``, with ``names_of_stages`` and ``graph_stage`` (its code is text of ``source``), makes stages of a
   recording; ``differences`` compares two.
 - ``compiled`` is about modules that the user compiled.
 """

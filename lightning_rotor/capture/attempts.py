@@ -60,32 +60,45 @@ class Attempts:
     """
 
     def __init__(
-        self, module: nn.Module, call: Call, known: Sequence[Recording] = (), opaque: Mapping[str, str] | None = None
+        self,
+        module: nn.Module,
+        call: Call,
+        known: Sequence[Recording] = (),
+        opaque: Mapping[str, str] | None = None,
     ) -> None:
-        self._module, self._call, self._known = module, call, known
+        self._module = module
+        self._call = call
+        self._known = known
         # Objections to inverses that were tried; empty where there is none.
         self._objections: dict[nn.Module, str] = {}
         self._paths = {submodule: path for path, submodule in module.named_modules()}
-        self._opaque = {module.get_submodule(path): why for path, why in (opaque or {}).items()}
+        self._opaque: dict[nn.Module, str] = {}
+        for path, why in (opaque or {}).items():
+            self._opaque[module.get_submodule(path)] = why
         self._failures = Counter(map(type, self._opaque))
+        # Looking at all functions of the process takes long, and several attempts need it.
         self._functions = cache(functions)
 
     def record(self) -> tuple[Recording, dict[str, str]]:
         """A recording, and which modules are one operation in it, by name, and why."""
-        before, unsettled = Snapshot(self._module.modules()), None
+        before = Snapshot(self._module.modules())
+        unsettled = None
         while True:
             attempt = self._attempt()
             # Once is no proof: a forward that asks a clock has a graph, too.
             if attempt.recording is not None:
                 attempt = self._repeated(attempt, attempt.recording)
             if attempt.recording is not None:
-                opaque = {self._paths[submodule]: reason for submodule, reason in self._opaque.items()}
+                opaque = {}
+                for submodule, reason in self._opaque.items():
+                    opaque[self._paths[submodule]] = reason
                 return attempt.recording, opaque
             if attempt.may_settle and unsettled is None:
                 # Models of transformers note in their configuration which loss they compute, once. Others fill a cache.
                 unsettled = attempt.recorder.surroundings.notes
                 continue
             if attempt.may_settle and unsettled is not None:
+                # It changes something in every run, and so has set up nothing: the newest change is undone first.
                 attempt.recorder.surroundings.notes.restore()
                 unsettled.restore()
                 before.restore()
@@ -99,9 +112,11 @@ class Attempts:
 
     def _make_opaque(self, attempt: _Attempt) -> bool:
         """Make the failed module, or one around it, one operation. False if that would be the root."""
-        culprit, leaves = attempt.culprit, attempt.recorder.calls.leaves
+        culprit = attempt.culprit
+        leaves = attempt.recorder.calls.leaves
+        # One that is an operation already has failed as such, by what it returns or changes: the one around it is next.
         while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
-            around = self._paths[culprit].rpartition(".")[0]
+            around, _, _ = self._paths[culprit].rpartition(".")
             culprit = self._module.get_submodule(around)
         if culprit is self._module:
             return False
@@ -114,6 +129,7 @@ class Attempts:
         kind = type(module)
         # Not torch's own: a container of torch's fails for what is in it.
         is_users_kind = kind.__module__.partition(".")[0] != "torch"
+        # Each attempt runs the whole forward, so that 48 equal blocks must not fail one by one.
         if is_users_kind and self._failures[kind] >= _OPAQUE_INSTANCES:
             return True
         if is_invertible_as_a_whole(module) and not self._objection(module, arguments):
@@ -130,9 +146,15 @@ class Attempts:
             self._objections[module] = objection
         return self._objections.get(module, "")
 
-    def _try_inverse(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    def _try_inverse(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> str:
         if len(args) != 1 or kwargs:
             return "it takes several arguments: expected one, or a tuple"
+        # Without values there are no bits to compare. The inverse is tried when real tensors come.
         if any(map(is_fake, tensors_in(args))):
             return ""
         objection, _ = try_inverse(module, args[0], name=self._paths[module])
@@ -140,6 +162,7 @@ class Attempts:
 
     def _repeated(self, first: _Attempt, recording: Recording) -> _Attempt:
         """The first attempt, unless the same call records something else the second time."""
+        # An earlier recording is as good a second run as another one now.
         if any(known.runs_the_same(recording) for known in self._known):
             return first
         again = self._attempt()
@@ -148,7 +171,8 @@ class Attempts:
         # Generators were set back in between, so that draws make no difference.
         differing = first_difference(recording.graph, again.recording.graph)
         if differing:
-            culprit = self._culprit_of_difference([str(node.meta["module"]) for node in differing], recording)
+            paths = [str(node.meta["module"]) for node in differing]
+            culprit = self._culprit_of_difference(paths, recording)
             reason = (
                 "it does something else each time that it runs on the same input (it asks a clock, a counter outside "
                 "of modules, or a random generator of its own)"
@@ -176,12 +200,15 @@ class Attempts:
         """Record once, and set back whatever the forward has changed."""
         recorder = Recorder(self._module, self._call, self._is_opaque, self._functions)
         notes = recorder.surroundings.notes
-        module, modules = self._module, tuple(self._module.modules())
+        module = self._module
+        modules = tuple(self._module.modules())
         with self._isolated():
-            watch, before = Watch(module, modules, tensors=True), Snapshot(modules)
+            watch = Watch(module, modules, tensors=True)
+            before = Snapshot(modules)
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
-            if not units_in((module,)) and not any(map(is_compiled, modules)):
+            has_units_or_compiled = bool(units_in((module,))) or any(map(is_compiled, modules))
+            if not has_units_or_compiled:
                 # kept_parameters puts them back.
                 recorder.check.allow(module.parameters())
             try:
@@ -205,10 +232,13 @@ class Attempts:
                 # Leaves have run for real, and will in every call.
                 besides = {below for leaf in recorder.calls.leaves for below in leaf.modules()}
                 outside = notes.changed()
-                changed = watch.changed(besides) or _changed_beyond_watching(before, modules, besides)
+                changed = watch.changed(besides)
+                if changed is None:
+                    changed = _changed_beyond_watching(before, modules, besides)
                 # What the forward has set up, as in a configuration, may stay so.
                 others = [submodule for submodule in modules if submodule not in besides]
                 before.restore(leaving=Snapshot(others, hooks=False).objects)
+                # None: what the forward changed was put back with the modules that ran as they are.
                 remaining = watch.changed(besides)
                 if remaining is None:
                     if changed is not None:
@@ -223,6 +253,7 @@ class Attempts:
             reason = f"its forward changes {name!r}, which is outside of modules"
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
         recorder.surroundings.note_layers(recording.run_as_they_are)
+        # Everything was set back above, and the next call is compared with what is there now.
         recording.notes.settle()
         return _Attempt(recorder, recording, module)
 
@@ -231,16 +262,20 @@ class Attempts:
         """Context of a run of the forward that leaves generators, buffers and parameters as they are."""
         tensors = self._call.tensors
         device = tensors[0].device if tensors else torch.device("cpu")
+        # A stage that is the whole module, for contexts that are written for stages.
         whole = Stage("", (self._module,))
         with undisturbed(device), lent_buffers(whole), kept_parameters(whole):
             yield
 
 
 def _changed_beyond_watching(
-    before: Snapshot, modules: Sequence[nn.Module], besides: Collection[nn.Module]
+    before: Snapshot,
+    modules: Sequence[nn.Module],
+    besides: Collection[nn.Module],
 ) -> nn.Module | None:
     """The first module with a long container or a large array that has changed since, not counting some."""
     changed = set(map(id, before.changed_large()))
+    # Looking for owners walks through all that modules hold, which is worth it for a change alone.
     if changed:
         changed -= Snapshot(besides).owners
     if not changed:
@@ -254,6 +289,7 @@ def _changed_beyond_watching(
 def _reason(error: Exception) -> str:
     """The error, and the user's line that it comes from."""
     frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
+    # torch's errors go on with advice, or the C++ stack, on further lines.
     text = str(error).partition("\n")[0] or type(error).__name__
     if not frames:
         return text

@@ -24,10 +24,10 @@ from torch import fx
 
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.module_calls import is_invertible_as_a_whole
+from lightning_rotor.capture.names_of_stages import SPLITS, StageNames
 from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, VALUED
 from lightning_rotor.capture.recorded_checks import require_as_recorded
 from lightning_rotor.capture.recording import Recording
-from lightning_rotor.capture.stage_names import SPLITS, StageNames
 from lightning_rotor.capture.value_memory import OpMemory
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import attribute_of
@@ -66,7 +66,8 @@ def stages_of(recording: Recording) -> list[Stage]:
     number = {node: index for index, node in enumerate(values)}
     stages: list[Stage] = []
     for start, end in pairwise((0, *cuts, len(body))):
-        inside, is_last = body[start:end], end == len(body)
+        inside = body[start:end]
+        is_last = end == len(body)
         read: set[fx.Node] = set()
         for node in inside:
             read.update(node.all_input_nodes)
@@ -80,12 +81,15 @@ def stages_of(recording: Recording) -> list[Stage]:
         writes: tuple[int, ...]
         if is_last:
             # The nesting that the module returns is one value, behind all others.
-            returned, writes = result.args[0], (len(values),)
+            returned = result.args[0]
+            writes = (len(values),)
         else:
             outputs = [node for node in inside if lifetimes.last_use[node] >= end]
-            returned, writes = packed(outputs), tuple(map(number.__getitem__, outputs))
+            returned = packed(outputs)
+            writes = tuple(map(number.__getitem__, outputs))
         piece = GraphSlice([values[index] for index in reads], inside, returned)
-        stages.append(Stage(names.of(inside), (piece,), Wiring.of([Wire(reads, writes)], writes)))
+        wiring = Wiring.of([Wire(reads, writes)], writes)
+        stages.append(Stage(names.of(inside), (piece,), wiring))
     return stages
 
 
@@ -96,18 +100,25 @@ class _Lifetimes:
         last_use: For each value, the number of the last operation that reads it; -1 if none does.
     """
 
-    def __init__(self, inputs: Sequence[fx.Node], body: Sequence[fx.Node], result: fx.Node) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        body: Sequence[fx.Node],
+        result: fx.Node,
+    ) -> None:
         self._body = body
         position = {node: index for index, node in enumerate(body)}
         position[result] = len(body)
         self.last_use: dict[fx.Node, int] = {}
         for node in (*inputs, *body):
-            self.last_use[node] = max((position[user] for user in node.users), default=-1)
+            readers = [position[user] for user in node.users]
+            self.last_use[node] = max(readers, default=-1)
         # By the number of operations that have run: the values read later, without the chain's inputs.
         self._alive: list[list[fx.Node]] = []
         alive: dict[fx.Node, None] = {}
         for index, node in enumerate(body):
             self._alive.append(list(alive))
+            # Inputs are in last_use and never alive: the caller holds them, wherever the cut is.
             for used in node.all_input_nodes:
                 if self.last_use.get(used) == index:
                     alive.pop(used, None)
@@ -120,7 +131,9 @@ class _Lifetimes:
         # Each module with an inverse is a stage by itself: only so can a plan give up its input alone.
         alone = self._invertible()
         cuts = self._at_bottlenecks() | self._between_saving(memory) | self._around(alone)
-        weights = [memory[node].made_bytes + memory[node].saved_bytes for node in self._body]
+        weights = []
+        for node in self._body:
+            weights.append(memory[node].made_bytes + memory[node].saved_bytes)
         return thinned(sorted(cuts), weights, alone)
 
     def _at_bottlenecks(self) -> set[int]:
@@ -147,10 +160,12 @@ class _Lifetimes:
             return self._is_possible(place) and not self._misleads(place, saved, memory)
 
         cuts = set()
+        # What was saved up to here; tells asks for it.
         saved: set[fx.Node] = set()
         for index, following in pairwise(saving):
             saved |= memory[self._body[index]].saved
             candidates = list(filter(tells, range(index + 1, following + 1)))
+            # None between two views of one storage, for example: both operations stay in one stage.
             if candidates:
                 cuts.add(min(candidates, key=burden))
         return cuts
@@ -167,8 +182,10 @@ class _Lifetimes:
         """The places before and behind some operations, as far as there can be a cut."""
         places: set[int] = set()
         for index in operations:
+            end = index + 1
             # The check of what it returned belongs to it.
-            end = index + 2 if self._is_check(index + 1) else index + 1
+            if self._is_check(end):
+                end += 1
             places.update((index, end))
         # A cut needs operations on both sides.
         inner = places.intersection(range(1, len(self._body)))
@@ -189,7 +206,12 @@ class _Lifetimes:
                 start = place
         return kept
 
-    def _misleads(self, place: int, saved: Set[fx.Node], memory: Mapping[fx.Node, OpMemory]) -> bool:
+    def _misleads(
+        self,
+        place: int,
+        saved: Set[fx.Node],
+        memory: Mapping[fx.Node, OpMemory],
+    ) -> bool:
         """True if the stages around a cut look larger, each by itself, than they are together.
 
         A carried part of something does that: in attention written by hand, the value holds query and key too, which
@@ -216,7 +238,12 @@ class _Lifetimes:
     def _values(self, place: int) -> list[fx.Node]:
         """Values whose storage counts."""
         # Sizes and numbers are the host's.
-        return [node for node in self._alive[place] if SIZE not in node.meta and VALUED not in node.meta]
+        values = []
+        for node in self._alive[place]:
+            is_number = SIZE in node.meta or VALUED in node.meta
+            if not is_number:
+                values.append(node)
+        return values
 
     def _is_possible(self, place: int) -> bool:
         """True if there can be a cut at a place."""
@@ -236,17 +263,23 @@ def _in_place(node: fx.Node) -> bool:
         return True
     if target in (*IN_PLACE, operator.setitem):
         return True
+    # By torch's convention: add_ changes its tensor, __add__ does not.
     name = str(target)
     return node.op == "call_method" and name.endswith("_") and not name.endswith("__")
 
 
-def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = frozenset()) -> list[int]:
+def thinned(
+    cuts: Sequence[int],
+    weights: Sequence[int],
+    alone: Set[int] = frozenset(),
+) -> list[int]:
     """Cuts left once the lightest stages, while weightless or too many, joined their lighter neighbours.
 
     Operations in ``alone`` join nothing, unless there are too many stages.
     """
     # Sums of the weights before each operation, so that the weight of a stage is one subtraction.
-    sums, ends = [0, *accumulate(weights)], [0, *cuts, len(weights)]
+    sums = [0, *accumulate(weights)]
+    ends = [0, *cuts, len(weights)]
 
     def weight(stage: int) -> int:
         return sums[ends[stage + 1]] - sums[ends[stage]]
@@ -257,8 +290,13 @@ def thinned(cuts: Sequence[int], weights: Sequence[int], alone: Set[int] = froze
     while len(ends) > 2:
         too_many = len(ends) > MOST_STAGES + 1
         # Asked anew for each cut that goes, as two light stages make a heavier one.
-        may_join = [too_many or alone.isdisjoint(range(*stage)) for stage in pairwise(ends)]
-        removable = [cut for cut in range(1, len(ends) - 1) if may_join[cut - 1] and may_join[cut]]
+        may_join = []
+        for stage in pairwise(ends):
+            may_join.append(too_many or alone.isdisjoint(range(*stage)))
+        removable = []
+        for cut in range(1, len(ends) - 1):
+            if may_join[cut - 1] and may_join[cut]:
+                removable.append(cut)
         if not removable:
             break
         cut = min(removable, key=lighter_first)

@@ -48,16 +48,21 @@ class Call:
         attributes: tuple[Slot, ...] = (),
     ) -> Call:
         """Flatten arguments; ``ModelError`` if one may hide tensors. This runs at every training call."""
-        flat, spec, structure = [*args, *kwargs.values()], None, ""
+        flat = [*args, *kwargs.values()]
+        spec = None
+        structure = ""
         if not _SIMPLE.issuperset(map(type, flat)):
             # There is a container, or an object of a class that may be registered as one.
             flat, spec = flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
+        # Lists in the place of generators: this runs at every call, and they take less time.
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        # None for an attribute that is gone, which the watch of modules tells.
         others = [owner.__dict__.get(name) for owner, name in attributes]
         key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
         leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
         call = cls(module, (*tensors, *others), key, leaves, attributes, spec, tuple(kwargs))
+        # Without a container, every leaf is of a type that is known to hide nothing.
         if spec is not None:
             call._require_constants()
         return call
@@ -74,6 +79,7 @@ class Call:
 
     def _paths(self) -> list[str]:
         """The argument that each leaf is in, and the place in it; ``TypeError`` if the forward takes no such call."""
+        # The same nesting with numbers in it, so that a path leads to the number of its leaf.
         args, kwargs = self._unflatten(list(range(len(self.leaves))))
         signature = inspect.signature(type(self.module).forward)
         arguments = dict(signature.bind(self.module, *args, **kwargs).arguments)
@@ -90,7 +96,10 @@ class Call:
     def names(self) -> tuple[str, ...]:
         """Names of the inputs in messages; ``TypeError`` if the forward takes no such call."""
         kinds = self.key[-1]
-        names = [f"input {path}" for path, kind in zip(self._paths(), kinds, strict=True) if kind is torch.Tensor]
+        names = []
+        for path, kind in zip(self._paths(), kinds, strict=True):
+            if kind is torch.Tensor:
+                names.append(f"input {path}")
         paths = {module: path for path, module in self.module.named_modules()}
         for owner, name in self.attributes:
             path = f"{paths[owner]}.{name}" if paths[owner] else name
@@ -110,8 +119,10 @@ class Call:
     def with_tensors(self, replacements: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, as they were given, with other values in the place of the tensors."""
         pending = iter(replacements)
-        kinds = zip(self.key[-1], self.leaves, strict=True)
-        return self._unflatten([next(pending) if kind is torch.Tensor else leaf for kind, leaf in kinds])
+        leaves = []
+        for kind, leaf in zip(self.key[-1], self.leaves, strict=True):
+            leaves.append(next(pending) if kind is torch.Tensor else leaf)
+        return self._unflatten(leaves)
 
     def _unflatten(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._spec is not None:
@@ -143,6 +154,8 @@ def _spelled(leaf: Any) -> Any:
 
 def layout_of(tensor: torch.Tensor) -> Any:
     """A value that is equal for tensors of other sizes with the same memory layout."""
+    # Sparse and nested tensors have no strides to compare.
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
+    # Strides of contiguous tensors follow from the sizes, which are compared elsewhere.
     return True if tensor.is_contiguous() else tensor.stride()

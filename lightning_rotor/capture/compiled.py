@@ -79,7 +79,12 @@ class CompiledModules:
         # Each with the backend that it is compiled by.
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
-    def variants(self, stage: Stage, *, one_graph: bool = True) -> dict[str, Callable[[Any], Any]]:
+    def variants(
+        self,
+        stage: Stage,
+        *,
+        one_graph: bool = True,
+    ) -> dict[str, Callable[[Any], Any]]:
         """By name, the stage with each of its compiled modules under each budget; empty if it calls none.
 
         Nothing is compiled before a variant is called. With ``one_graph``, code that is not a single graph is an error
@@ -100,7 +105,10 @@ class CompiledModules:
         variants = {}
         for budget in BUDGETS:
             under = partial(_compile_under, budget=budget)
-            replacements = {module: self._under(budget, under, module, one_graph=one_graph) for module in modules}
+            replacements = {}
+            for module in modules:
+                replacements[module] = self._under(budget, under, module, one_graph=one_graph)
+            # The name is kept in plans and their files.
             variants[f"budget {budget:g}"] = _calling(stage, replacements)
         return variants
 
@@ -126,22 +134,35 @@ class CompiledModules:
         return self._settings.index(settings)
 
     def _under(
-        self, variant: float | str, compiling: Callable[..., Any], module: nn.Module, *, one_graph: bool
+        self,
+        variant: float | str,
+        compiling: Callable[..., Any],
+        module: nn.Module,
+        *,
+        one_graph: bool,
     ) -> Callable[..., Any]:
         """A module compiled as the user has, by a backend that ``compiling`` calls."""
         settings = _settings_of(module)
-        inner = private.module_inside(module) if private.is_compiler_wrapper(module) else module
+        inner = module
+        if private.is_compiler_wrapper(module):
+            inner = private.module_inside(module)
         # One function for each code of the user's: the compiler gives up when one has too many variants.
         key = self._number(settings), variant, type(inner).forward
         if key not in self._functions:
             # Compiled code is kept with the code object that it stands for, and what torch has seen of sizes with its
             # name: modules of two sizes would become ones of any size, which are slower.
-            name = f"{private.call_uncompiled.__name__}_{next(_numbers)}"
-            own = FunctionType(private.call_uncompiled.__code__.replace(co_name=name), globals())
+            original = private.call_uncompiled
+            own_code = original.__code__.replace(co_name=f"{original.__name__}_{next(_numbers)}")
+            own = FunctionType(own_code, globals())
             self._functions[key] = own, partial(compiling, settings.backend)
         function, backend = self._functions[key]
-        fullgraph = one_graph or settings.fullgraph
-        return partial(torch.compile(function, backend=backend, fullgraph=fullgraph, dynamic=settings.dynamic), inner)
+        compiled = torch.compile(
+            function,
+            backend=backend,
+            fullgraph=one_graph or settings.fullgraph,
+            dynamic=settings.dynamic,
+        )
+        return partial(compiled, inner)
 
 
 def _compile_inside(
@@ -154,7 +175,12 @@ def _compile_inside(
 
 
 def _compile_under(
-    backend: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any], *, budget: float, **options: Any
+    backend: Callable[..., Any],
+    graph: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    budget: float,
+    **options: Any,
 ) -> Any:
     """A backend that compiles with the user's under a budget, as long as the graph draws no random numbers.
 
@@ -170,15 +196,22 @@ def _may_draw(graph: fx.GraphModule) -> bool:
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     values = [node.meta.get("example_value") for node in placeholders]
     fakes = [value for value in values if isinstance(value, private.FakeTensor)]
+    # Nothing to run it on, so that the careful answer is right.
     if not fakes:
         return True
     fake = fakes[0].fake_mode
     draws = DrawsSeen()
     # Symbols for values that are read out of tensors are those of this run alone.
-    symbols = fake.shape_env.ignore_fresh_unbacked_symbols() if fake.shape_env is not None else nullcontext()
+    symbols: Any = nullcontext()
+    if fake.shape_env is not None:
+        symbols = fake.shape_env.ignore_fresh_unbacked_symbols()
+    inputs = []
+    for value in values:
+        # An operation in place must not change the tensors that the compiler goes on with.
+        inputs.append(value.detach() if isinstance(value, torch.Tensor) else value)
     try:
         with torch.no_grad(), symbols, fake, draws:
-            graph(*[value.detach() if isinstance(value, torch.Tensor) else value for value in values])
+            graph(*inputs)
     except Exception:
         # Operations of higher order may refuse a mode that they do not know.
         return True
@@ -190,6 +223,7 @@ def _settings_of(module: nn.Module) -> private.CompilerSettings:
     settings = private.compiler_settings(module)
     if settings is None:
         raise CannotRepeatError("this version of torch does not tell how it was compiled")
+    # A variant calls the module inside, so that hooks of the wrapper would not run.
     if private.is_compiler_wrapper(module) and any(getattr(module, hooks) for hooks in private.HOOKS):
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
     if settings.has_more:

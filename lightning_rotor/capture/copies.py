@@ -58,7 +58,8 @@ class Objects:
     __slots__ = ("_addresses", "_objects")
 
     def __init__(self, objects: tuple[Any, ...]) -> None:
-        self._objects, self._addresses = objects, addresses_of(objects)
+        self._objects = objects
+        self._addresses = addresses_of(objects)
 
     def are(self, others: tuple[Any, ...]) -> bool:
         """True if the others are the same objects in the same order."""
@@ -110,6 +111,7 @@ class Copies:
 
     def _of_container(self, container: Any) -> Any:
         kind, key = type(container), id(container)
+        # Also for a container that is held in two places, so that both are compared once.
         if key in self._made:
             return self._made[key]
         # A mark that says which container it is, for one that is inside of itself.
@@ -134,6 +136,7 @@ class Copies:
     def _of_object(self, value: Any) -> Any:
         kind = type(value)
         namespace = namespace_of(value) or {}
+        # Slots are no dict that could be read in one go.
         if slots_of(kind):
             self._others[id(value)] = value
         if namespace and kind not in _FIXED:
@@ -141,10 +144,16 @@ class Copies:
         attributes = tuple((name, _entry(entry)) for name, entry in namespace.items())
         return Same(value), _slots_in(value), attributes
 
-    def settle(self, read: Callable[[], Iterable[Any]], sized: Iterable[dict[str, Any]] = ()) -> None:
+    def settle(
+        self,
+        read: Callable[[], Iterable[Any]],
+        sized: Iterable[dict[str, Any]] = (),
+    ) -> None:
         """Take the values for what they are from now on, with what ``read`` gives, and the lengths of ``sized``."""
-        self._read, self._sized = read, (*sized, *self._rows.values())
-        self._lengths, self._seen = self._lengths_now(), Objects(self._now())
+        self._read = read
+        self._sized = (*sized, *self._rows.values())
+        self._lengths = self._lengths_now()
+        self._seen = Objects(self._now())
         self._states = list(map(_state_or_slots, self._others.values()))
 
     def hold(self) -> bool:
@@ -156,7 +165,8 @@ class Copies:
 
     def _now(self) -> tuple[Any, ...]:
         """All objects that are read, and those in containers, in one flat row."""
-        rows, tables = self._rows.values(), self._tables.values()
+        rows = self._rows.values()
+        tables = self._tables.values()
         keys = chain.from_iterable(map(dict.keys, tables))
         values = chain.from_iterable(map(dict.values, tables))
         users = chain.from_iterable(map(entries_of, self._users.values()))
@@ -208,7 +218,9 @@ def _state_of(value: Any) -> Any:
         return "learns"  # in every step, and recordings that ask for its values are refused
     if issubclass(kind, torch.Tensor):
         return version_of(value)
-    if issubclass(kind, np.ndarray) and value.nbytes <= MOST_COMPARED_BYTES and not value.dtype.hasobject:
+    # Bytes of an array of objects are addresses, which say nothing of what the objects hold.
+    is_array = issubclass(kind, np.ndarray) and not value.dtype.hasobject
+    if is_array and value.nbytes <= MOST_COMPARED_BYTES:
         return value.shape, value.dtype.str, value.tobytes()
     if issubclass(kind, (bytearray, array)):
         return bytes(value)

@@ -61,7 +61,9 @@ class DispatchCheck(TorchDispatchMode):
         self.inside = 0
         self.is_over = False
         self._seen = OperationSeen(in_module=False, in_unit=False)
+        # Modules that the forward has made, by id.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        # Weak keys: the forward decides how long its memory lives, and no other memory can get an equal key.
         self._made: set[StorageWeakRef] = set()
         self._undoable: set[StorageWeakRef] = set()
 
@@ -108,7 +110,11 @@ class DispatchCheck(TorchDispatchMode):
         self._undoable.update(_memories(tensors))
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Look at an operation, and run it."""
         kwargs = kwargs or {}
@@ -134,12 +140,17 @@ class DispatchCheck(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what an operation is about to do; ``UntraceableError`` if it writes to what must not change."""
         seen = self._seen
+        # With and without the underscore of an operation in place.
+        name = packet_of(func).__name__.rstrip("_")
         seen.draws = seen.draws or draws(func, args, kwargs)
-        seen.accumulates = seen.accumulates or packet_of(func).__name__.rstrip("_") in _ACCUMULATING
+        seen.accumulates = seen.accumulates or name in _ACCUMULATING
         seen.reads_values = seen.reads_values or _reads_values(func, args)
+        # It gathers parameters into memory that was there before, which is no change that anybody could notice.
         if seen.in_unit:
             return
-        allowed = self._made | self._undoable if seen.in_module else self._made
+        allowed = self._made
+        if seen.in_module:
+            allowed = self._made | self._undoable
         for written in written_arguments(func, args, kwargs):
             if not _memories(tensors_in(written)) <= allowed:
                 raise UntraceableError(CHANGES)
@@ -169,7 +180,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 def _makes_memory(func: Any) -> bool:
     """True if an operation returns nothing that it was given."""
     schema = schema_of(func)
-    return not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
+    # A view says in its schema which of its arguments' memory it returns.
+    has_views = any(value.alias_info is not None for value in schema.returns)
+    return not schema.is_mutable and not has_views
 
 
 def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
@@ -178,7 +191,8 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
         # By numbers, the result has as many entries as there are numbers. By a mask, as many as it has ones.
         masks = (torch.bool, torch.uint8)
         return any(index is not None and index.dtype in masks for index in args[1])
-    return torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    tags = func.tags
+    return torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
 
 
 _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor)

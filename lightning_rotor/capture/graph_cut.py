@@ -62,7 +62,12 @@ class GraphCut:
     @property
     def numbers(self) -> list[Slot]:
         """Numbers of modules that are inputs."""
-        return [(owner, name) for owner, name in self.guards.attributes if type(vars(owner).get(name)) in (int, float)]
+        numbers = []
+        for owner, name in self.guards.attributes:
+            # By type, as a bool is an int for isinstance.
+            if type(vars(owner).get(name)) in (int, float):
+                numbers.append((owner, name))
+        return numbers
 
     def renewed_by(self, recording: Recording, call: Call) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
@@ -70,7 +75,9 @@ class GraphCut:
             return False
         # The older graph and its stages stay, with all plans for them. What was asked is known for more sizes now.
         self.recording.guards.include(recording.guards)
-        self.guards.watch = _watch(recording, call.attributes, self.guards.watch.idle(recording.notes))
+        # Modules look as they do now. What has changed between the two recordings, and made no difference, is idle.
+        idle = self.guards.watch.idle(recording.notes)
+        self.guards.watch = _watch(recording, call.attributes, idle)
         return True
 
     def opaque_share(self) -> float:
@@ -84,7 +91,10 @@ class GraphCut:
 
     def lives_in(self, modules: set[nn.Module]) -> bool:
         """True if all modules that it runs are still among these."""
-        return all(called in modules for stage in self.stages for called in stage.called_modules())
+        for stage in self.stages:
+            if not all(called in modules for called in stage.called_modules()):
+                return False
+        return True
 
 
 def cut_graph(
@@ -111,6 +121,7 @@ def cut_graph(
     # The newest of a kind: it has learnt which modules become one operation.
     similar = [cut for cut in reversed(known) if cut.guards.are_like(call)][:1]
     try:
+        # Processes that exchange messages in the forward must run it equally often.
         if similar and not afresh:
             (earlier,) = similar
             attempts = Attempts(module, call, [earlier.recording], earlier.opaque)
@@ -121,10 +132,12 @@ def cut_graph(
         if not numbers:
             raise
         opaque = None
-    if newest and numbers and (opaque is None or not opaque.keys() <= newest.opaque.keys()):
-        # The code does more with the numbers than a graph can hold.
-        newest.fixed.update(numbers)
-        return cut_graph(module, args, kwargs, known=known, afresh=afresh)
+    if newest and numbers:
+        more_is_opaque = opaque is None or not opaque.keys() <= newest.opaque.keys()
+        if more_is_opaque:
+            # The code does more with the numbers than a graph can hold.
+            newest.fixed.update(numbers)
+            return cut_graph(module, args, kwargs, known=known, afresh=afresh)
     assert opaque is not None
     anew = _why_anew(similar, recording)
     for cut in reversed(known):
@@ -133,8 +146,11 @@ def cut_graph(
             return cut
     stages = tuple(stages_of(recording))
     watch = _watch(recording, call.attributes)
-    guards = CallGuards(call, watch, recording.guards, reads=wiring_of(stages).wire.reads)
-    return GraphCut(stages, opaque, names, recording, guards, newest.fixed if newest else set(), anew=anew)
+    reads = wiring_of(stages).wire.reads
+    guards = CallGuards(call, watch, recording.guards, reads=reads)
+    # The very set of the cut before, so that a number which is fixed for one is fixed for all.
+    fixed = newest.fixed if newest else set()
+    return GraphCut(stages, opaque, names, recording, guards, fixed, anew=anew)
 
 
 def _why_anew(similar: Sequence[GraphCut], recording: Recording) -> str:
@@ -145,11 +161,24 @@ def _why_anew(similar: Sequence[GraphCut], recording: Recording) -> str:
     if earlier.guards.objection:
         return earlier.guards.objection
     differing = first_difference(earlier.graph, recording.graph)
-    return f"it goes another way {line_of(differing[-1])}" if differing else ""
+    if differing:
+        return f"it goes another way {line_of(differing[-1])}"
+    return ""
 
 
-def _watch(recording: Recording, inputs: Collection[Slot], idle: Collection[Slot] = ()) -> Watch:
+def _watch(
+    recording: Recording,
+    inputs: Collection[Slot],
+    idle: Collection[Slot] = (),
+) -> Watch:
     """A watch of all that must stay: the modules whose code was recorded, and what it read outside of them."""
+    # Code that runs at each call sees for itself what has changed.
     inside = recording.run_as_they_are
     watched = [submodule for submodule in recording.root.modules() if submodule not in inside]
-    return Watch(recording.root, watched, outside=recording.notes.holds, inputs=inputs, idle=idle)
+    return Watch(
+        recording.root,
+        watched,
+        outside=recording.notes.holds,
+        inputs=inputs,
+        idle=idle,
+    )

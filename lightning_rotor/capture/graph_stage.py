@@ -45,22 +45,36 @@ class GraphSlice(nn.Module):
         reads: The parameters, buffers and attributes that it reads by itself: who has them, and under which name.
     """
 
-    def __init__(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> None:
         super().__init__()
         self.reads: list[tuple[nn.Module, str]] = []
         self._constants: list[torch.Tensor] = []
         self._calls: dict[str, nn.Module] = {}
-        # Compiled at the first call.
+        # Compiled at the first call: some slices are compared with others, and never run.
         self._function: Callable[[Any], Any] | None = None
         source = Source()
         lines = self._lines(source, inputs, nodes, outputs)
         self._source = "\n    ".join(["def run(value):", *lines])
         self._bound = source.bound
-        self.operators = tuple(node.meta[OF] if node.op == "call_module" else node.target for node in nodes)
+        operators = []
+        for node in nodes:
+            operators.append(node.meta[OF] if node.op == "call_module" else node.target)
+        self.operators = tuple(operators)
         self.known_functions = not any(UNSURE in node.meta for node in nodes)
         self._is_call = self._is_one_call(inputs, nodes, outputs)
 
-    def _lines(self, source: Source, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> list[str]:
+    def _lines(
+        self,
+        source: Source,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> list[str]:
         """The lines of the function's body; notes what they read, call and hold, on which ``__init__`` relies."""
         lines = ["del value"]
         if inputs:
@@ -75,8 +89,9 @@ class GraphSlice(nn.Module):
         indent = ""
         for node in _with_reads(nodes, returned):
             expression = self._expression(source, node)
-            if node.op != "get_attr" and SIZE not in node.meta and node.meta.get(REGION) != region:
-                # Sizes and parameters are the same under all settings, so they begin and end no block.
+            # Sizes and parameters are the same under all settings, so they begin and end no block.
+            depends_on_settings = node.op != "get_attr" and SIZE not in node.meta
+            if depends_on_settings and node.meta.get(REGION) != region:
                 region = node.meta.get(REGION)
                 indent = "    " if region else ""
                 if region:
@@ -84,7 +99,10 @@ class GraphSlice(nn.Module):
             lines.append(f"{indent}{source.name(node)} = {expression}")
             # The result of the last operation that uses it may be nobody's: it is let go at once.
             used_here = (*node.all_input_nodes, node)
-            dying = [used for used in used_here if last_use.get(used) is node and used not in returned]
+            dying = []
+            for used in used_here:
+                if last_use.get(used) is node and used not in returned:
+                    dying.append(used)
             if dying:
                 lines.append(f"{indent}del {', '.join(map(source.name, dying))}")
         lines.append(f"return {source.spell(outputs)}")
@@ -115,8 +133,14 @@ class GraphSlice(nn.Module):
         self._calls[name] = module
         return name
 
-    def _is_one_call(self, inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Any) -> bool:
+    def _is_one_call(
+        self,
+        inputs: Sequence[fx.Node],
+        nodes: Sequence[fx.Node],
+        outputs: Any,
+    ) -> bool:
         """True if all that it does is to call a module on its input."""
+        # A check of what the module returns does not change it.
         working = [node for node in nodes if node.target is not require_as_recorded]
         if not len(working) == len(self._calls) == len(inputs) == 1:
             return False
@@ -141,6 +165,7 @@ class GraphSlice(nn.Module):
 
     def calling(self, replacements: Mapping[nn.Module, Callable[..., Any]]) -> GraphSlice:
         """A slice with the same operations, and other callables in the place of some modules."""
+        # A shallow copy shares all but the names, which are bound to other modules, and what was compiled with them.
         other = copy(self)
         other._function = None
         other._bound = dict(self._bound)
@@ -165,7 +190,10 @@ class GraphSlice(nn.Module):
         return (getattr(owner, name) for owner, name in self.reads)
 
     def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
         """The user's modules that it calls or reads buffers of, and itself if it calls functions of unknown effect."""
         memo = set() if memo is None else memo
@@ -182,8 +210,10 @@ class GraphSlice(nn.Module):
     @property
     def identity(self) -> tuple[Any, ...]:
         """Equal for slices that cost the same if the modules that they call do."""
-        tensors = tuple((tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in self._direct_tensors())
-        return self.operations, tuple(map(id, self._constants)), tensors
+        tensors = []
+        for tensor in self._direct_tensors():
+            tensors.append((tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        return self.operations, tuple(map(id, self._constants)), tuple(tensors)
 
     @property
     def operations(self) -> tuple[Any, ...]:

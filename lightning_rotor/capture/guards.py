@@ -37,13 +37,25 @@ class CallGuards:
         reads: Numbers of the inputs that the chain takes.
     """
 
-    def __init__(self, call: Call, watch: Watch, sizes: SizeGuards, *, reads: Sequence[int]) -> None:
-        self.module, self.attributes, self.watch = call.module, call.attributes, watch
-        self._key, self._sizes, self._reads = _key(call), sizes, reads
+    def __init__(
+        self,
+        call: Call,
+        watch: Watch,
+        sizes: SizeGuards,
+        *,
+        reads: Sequence[int],
+    ) -> None:
+        self.module = call.module
+        self.attributes = call.attributes
+        self.watch = watch
+        self._key = _key(call)
+        self._sizes = sizes
+        self._reads = reads
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The chain's input for a call, or None if the recording does not hold for it."""
         call = self.call(args, kwargs)
+        # The cheap questions first: flattening and comparing takes microseconds, asking values runs operations.
         if not self.are_like(call):
             return None
         # Mostly this very signature has been found to hold before.
@@ -82,7 +94,8 @@ class CallGuards:
 def _key(call: Call) -> Any:
     """All that code can tell of a call besides sizes and values, comparable."""
     kinds = tuple([_seen_as_input(value) if isinstance(value, torch.Tensor) else type(value) for value in call.inputs])
-    # Code may ask whether two tensors are one, and whether autocast is on.
+    # Code may ask whether two tensors are one, and whether autocast is on. Hooks on saved tensors do not count, for
+    # stages run under whatever hooks are set.
     return call.key, firsts_of(call.tensors), ambient().without_hooks, kinds
 
 

@@ -29,6 +29,7 @@ class ModuleCalls:
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+        # The root is called by the recorder itself, so its path is there from the beginning.
         self._running = [""]
 
     @property
@@ -71,6 +72,7 @@ def hides_code(module: nn.Module) -> bool:
     """True if calling a module does more than its code says, or its code is not Python's."""
     return (
         has_own_call(module)
+        # torch.nn.utils.parametrize computes weights in a property, at each read.
         or "parametrizations" in module._modules
         or isinstance(module, torch.jit.ScriptModule)
         or is_compiler_wrapper(module)
@@ -110,6 +112,7 @@ def tensor_slots(root: nn.Module) -> dict[int, tuple[torch.Tensor, str, Slot]]:
 
 def tensor_attributes(root: nn.Module) -> tuple[Slot, ...]:
     """Attributes that hold a tensor which is neither parameter nor buffer."""
+    # A buffer may also stand in an attribute. It is read where it is, and no input.
     registered = tensor_slots(root)
     attributes: list[Slot] = []
     for module in root.modules():
@@ -136,5 +139,6 @@ def hide_trainers(module: nn.Module, is_opaque: Callable[..., bool]) -> None:
         if attributes.get(name) is not None:
             attributes[name] = _Hidden()
     for child in module.children():
+        # One that is an operation runs at every call, and may ask its Trainer then.
         if not is_opaque(child):
             hide_trainers(child, is_opaque)

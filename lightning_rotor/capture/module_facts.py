@@ -13,7 +13,8 @@ from lightning_rotor.capture.copies import Objects
 from lightning_rotor.private import torch_names as private
 
 _tables_in = itemgetter("_modules", *private.HOOKS[:2], "_parameters")
-_learns, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+_learns = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
 
 
 class ModuleFacts:

@@ -11,6 +11,8 @@ from types import CodeType
 from typing import Any
 
 
+# Code objects never change, and looking at bytecode takes much longer than looking an answer up. The caches are bounded
+# for notebooks and closures, which make new code all the time.
 @lru_cache(maxsize=4096)
 def names_in(code: CodeType) -> frozenset[str]:
     """Names of attributes and globals in code, and its strings: ``getattr(args, "scale", 1)`` names one, too."""

@@ -35,7 +35,9 @@ class _Noted:
     __slots__ = ("_before", "_seen", "path", "place", "value")
 
     def __init__(self, place: Place, path: str) -> None:
-        self.place, self.path, self.value = place, path, place.read()
+        self.place = place
+        self.path = path
+        self.value = place.read()
         self._seen = Copies(objects=False).of(self.value)
         # Of an object, only the identity counts here: what it holds is noted at places of its own.
         followed = () if isinstance(self._seen, Same) else (self.value,)
@@ -115,11 +117,15 @@ class Notes:
         """Of the names that count in each namespace, those that are there."""
         names: list[Set[str]] = [self.names] * len(self._namespaces)
         names += [looked_up for _, looked_up in self._looked_up.values()]
-        return [frozenset(table.keys() & counted) for table, counted in zip(self._tables(), names, strict=True)]
+        present = []
+        for table, counted in zip(self._tables(), names, strict=True):
+            present.append(frozenset(table.keys() & counted))
+        return present
 
     def settle(self) -> None:
         """Take the present values as the noted ones."""
-        self._copies, self._present = None, self._names_present()
+        self._copies = None
+        self._present = self._names_present()
         for key, noted in self._noted.items():
             if not noted.holds():
                 self._noted[key] = _Noted(noted.place, noted.path)
@@ -143,6 +149,7 @@ class Notes:
 
     def restore(self) -> None:
         """Put back what the code has changed: variables, what is in lists and dicts, random generators."""
+        # What is unchanged is not written: a property or a metaclass of the user's could notice.
         for noted in self._noted.values():
             if not noted.holds():
                 noted.restore()
@@ -169,7 +176,10 @@ def _reader(places: Iterable[Place], of_threads: Sequence[threading.local]) -> C
         else:
             others.append(place.read)
     # An itemgetter gives a tuple if it is asked for two names at least.
-    getters = [(itemgetter(*names[key], names[key][0]), namespace) for key, namespace in namespaces.items()]
+    getters = []
+    for key, namespace in namespaces.items():
+        first_name = names[key][0]
+        getters.append((itemgetter(*names[key], first_name), namespace))
 
     def read() -> tuple[Any, ...]:
         try:

@@ -28,6 +28,7 @@ def words(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
+# Not here: ``is_leaf``, ``grad_fn`` and the like, which differ between the recording and a call that runs by stages.
 METADATA = words(
     "dtype device ndim layout requires_grad names itemsize nbytes is_cuda is_cpu is_xpu is_mps is_meta is_mkldnn",
     "is_xla is_hpu is_ipu is_mtia is_maia is_vulkan is_sparse is_sparse_csr is_quantized is_nested is_floating_point",
@@ -93,11 +94,16 @@ def is_torchs(function: Any) -> bool:
     """True if an operation is one of torch's own, so that equal values give equal results."""
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function).startswith(("aten.", "aten::", "prims"))
+    # Methods of C have no module of their own, and their type is a built-in one.
     module = getattr(function, "__module__", None) or getattr(type(function), "__module__", "")
     return str(module).partition(".")[0] in ("torch", "builtins", "_operator")
 
 
-def require_recordable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_recordable(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     """Raise ``UntraceableError`` if a recording cannot hold an operation."""
     name = name_of_function(function)
     if getattr(function, "__name__", "") in ("__set__", "__delete__"):

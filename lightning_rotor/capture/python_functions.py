@@ -34,8 +34,15 @@ def is_attention(module: nn.Module) -> bool:
 def body_of(function: FunctionType) -> Callable[..., Any]:
     """A copy of one of torch's functions that skips the question whether an argument or a mode handles the call."""
     # The question would hand the call back to the recorder, for ever.
+    # In a copy of its globals, as other code of torch's must go on asking.
     names = function.__globals__ | dict.fromkeys(_GATES, _never)
-    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body = FunctionType(
+        function.__code__,
+        names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     body.__kwdefaults__ = function.__kwdefaults__
     return body
 

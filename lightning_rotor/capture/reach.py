@@ -95,7 +95,8 @@ class Reach:
         self._pending: list[tuple[Any, str, str, int]] = []
         self._is_following = False
         # The sets themselves, which grow with what is learned.
-        notes.names, notes.entered = self._names, self._looked_into
+        notes.names = self._names
+        notes.entered = self._looked_into
 
     def learn(self, names: frozenset[str], *, wholly: bool) -> None:
         """Note names that code mentions, ``wholly`` if it could name anything."""
@@ -168,7 +169,8 @@ class Reach:
     def _look(self, holder: _Holder, names: Iterable[str]) -> None:
         for name in [*names]:
             place = Place(holder.kind, holder.owner, name)
-            value, where = place.read(), f"{holder.where}.{name}"
+            value = place.read()
+            where = f"{holder.where}.{name}"
             is_in_object = holder.level == _IN_TABLE and not isinstance(value, FILLED)
             is_compared = holder.level == _TABLE or is_in_object
             is_method = holder.kind is kinds.CLASS_ENTRIES and _is_code(name, value)
@@ -218,7 +220,9 @@ def _parts_of(value: Any) -> Iterable[Any]:
             return value.__self__, value.__func__
         case BuiltinMethodType():
             # A built-in function has its module there.
-            return () if isinstance(value.__self__, ModuleType) else (value.__self__,)
+            if isinstance(value.__self__, ModuleType):
+                return ()
+            return (value.__self__,)
         case partial():
             return value.func, *value.args, value.keywords
     return ()
@@ -231,7 +235,13 @@ _HIDES_NAMES = ("collections", "weakref", "enum", "types")
 def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
     """The owners of values under names that a value is or has."""
 
-    def holder(kind: kinds.Kind, owner: Any, *, is_object: bool = False, hides_names: bool = False) -> _Holder:
+    def holder(
+        kind: kinds.Kind,
+        owner: Any,
+        *,
+        is_object: bool = False,
+        hides_names: bool = False,
+    ) -> _Holder:
         return _Holder(kind, owner, where, path, is_object=is_object, hides_names=hides_names)
 
     match value:

@@ -16,6 +16,7 @@ _SPELLED_BY = (int, float, complex, str, bytes)
 
 def spell_value(value: Any) -> Any:
     """A value that compares equal for values that Python code cannot tell apart; NaN equals itself."""
+    # Entry by entry, as the text of a tuple would spell its entries by their own __repr__.
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(map(spell_value, value))
     return spell_whole(value)
@@ -23,6 +24,7 @@ def spell_value(value: Any) -> Any:
 
 def spell_whole(value: Any) -> tuple[str, str]:
     """Type and text of a value, without looking into tuples and lists."""
+    # With the type, for 1 equals True and 1.0. As text, for NaN is unequal to itself, and 0.0 equal to -0.0.
     kind = type(value)
     return kind.__name__, _base_of(kind).__repr__(value)
 
@@ -36,6 +38,7 @@ def _base_of(kind: type) -> Any:
 
 def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
     """Raise ``ExecutionError`` if code that runs as it is returns another shape, type or number than recorded."""
+    # The code behind it was recorded for what it returned then, and runs no branch for anything else.
     received = appearance_of(output, sizes=sizes)
     if received != appearance:
         raise ExecutionError(
@@ -46,6 +49,7 @@ def require_as_recorded(output: Any, appearance: Any, sizes: bool) -> None:
 
 def require_check(condition: torch.Tensor, answer: bool, place: str) -> None:
     """Raise ``ExecutionError`` if the forward itself would raise an error, as an ``assert`` does. Fake tensors pass."""
+    # Where costs are estimated, there are no values that could pass or fail.
     if not is_fake(condition) and bool(condition) is not answer:
         raise ExecutionError(
             f"the check at {place} has failed: expected values that pass it. Call the module without a plan to see its "
@@ -63,4 +67,6 @@ def _appearance_of_leaf(leaf: Any, *, sizes: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         extent = tuple(leaf.shape) if sizes else leaf.dim()
         return "tensor", extent, str(leaf.dtype), str(leaf.device)
-    return spell_value(leaf) if isinstance(leaf, CONSTANTS) else type(leaf).__name__
+    if isinstance(leaf, CONSTANTS):
+        return spell_value(leaf)
+    return type(leaf).__name__

@@ -91,8 +91,13 @@ class _Operation:
         *,
         is_torchs: bool,
     ) -> None:
-        self.kind, self.target, self.args, self.kwargs = kind, target, args, kwargs
-        self.run, self.origin, self.is_torchs = run, origin, is_torchs
+        self.kind = kind
+        self.target = target
+        self.args = args
+        self.kwargs = kwargs
+        self.run = run
+        self.origin = origin
+        self.is_torchs = is_torchs
 
     @property
     def is_module(self) -> bool:
@@ -113,11 +118,20 @@ class Recorder(TorchFunctionMode):
     # True if gradients are to be recorded, as far as the code was seen to switch them.
     _gradients: bool
 
-    def __init__(self, root: nn.Module, call: Call, is_opaque: Callable[..., bool], functions: Functions) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        call: Call,
+        is_opaque: Callable[..., bool],
+        functions: Functions,
+    ) -> None:
         super().__init__()
         self.calls = ModuleCalls(root)
+        # Function modes see calls of torch's Python interface. C++ code passes the dispatcher alone.
         self.check = DispatchCheck()
-        self._root, self._call, self._is_opaque = root, call, is_opaque
+        self._root = root
+        self._call = call
+        self._is_opaque = is_opaque
         self._writer = GraphWriter(self.calls, self.check)
         # Calls of the user's own code, with what it returned: without sizes, and with them.
         self._unknown_leaves: list[tuple[fx.Node, Any, Any]] = []
@@ -131,6 +145,7 @@ class Recorder(TorchFunctionMode):
         """Run the root's forward on copies of the call's tensors, and return its operations."""
         copies = _copies(self._call.inputs)
         inputs = self._writer.begin(self._root, copies)
+        # The call lists its attributes behind its arguments.
         first_attribute = len(copies) - len(self._call.attributes)
         attributes = dict(zip(self._call.attributes, copies[first_attribute:], strict=True))
         # Both were copied for this run, so the forward may change them in place, as in training.
@@ -147,14 +162,17 @@ class Recorder(TorchFunctionMode):
                 # gradients.
                 saved_tensors_hooks(self._note_saved, _gone),
                 shown_calls(self),
+                # Compiled code would run as one operation that no mode sees into, or compile anew because of the modes.
                 private.uncompiled(),
+                # The check before the recorder: torch asks function modes first, whatever the order here.
                 self.check,
                 self,
                 self.surroundings.listening(),
                 # What the code does in a real run must be seen.
                 repeating(False),
             ):
-                self._ambient, self._states = ambient(), GeneratorStates()
+                self._ambient = ambient()
+                self._states = GeneratorStates()
                 self._gradients = self._ambient.gradients
                 with _standing_in(attributes):
                     del attributes
@@ -167,27 +185,34 @@ class Recorder(TorchFunctionMode):
                 self._writer.require_bare(tensors_in(output))
                 if attributes_set():
                     raise UntraceableError("it sets Python attributes of a tensor that it is called with")
+                # Flattening an output runs code of the user's classes, which is no operation of the forward.
                 with self._aside():
                     self._writer.node("output", "output", (self._writer.encode_output(output),), {})
         finally:
+            # Sizes that the forward has kept would go on writing nodes into a finished graph.
             self.check.is_over = True
             self._writer.values.forget_tensors()
         return self._finished(inputs)
 
     def _finished(self, inputs: Sequence[fx.Node]) -> Recording:
         """The recording, once the forward has returned."""
-        writer, sizes_asked = self._writer, self._writer.asked
+        writer = self._writer
+        sizes_asked = self._writer.asked
         behind = ancestors([node for node, _ in sizes_asked])
         for leaf, without_sizes, with_sizes in self._unknown_leaves:
             # Where a size that the code asked for comes out of unknown code, this must return that very size.
-            sizes = leaf in behind
-            writer.check_output(leaf, with_sizes if sizes else without_sizes, sizes=sizes)
+            if leaf in behind:
+                writer.check_output(leaf, with_sizes, sizes=True)
+            else:
+                writer.check_output(leaf, without_sizes, sizes=False)
         values_seen = list(writer.valued)
         if any(node.target is private.pack_sequences for node in behind):
             # Packed sequences have sizes that depend on their lengths in ways of their own.
             values_seen += writer.lengths
         # A plan is also made for the entries of packed sequences, a number that no shape of an input tells.
-        totals = [writer.node("call_function", total, node.args, {}) for node, _ in writer.lengths]
+        totals = []
+        for lengths, _ in writer.lengths:
+            totals.append(writer.node("call_function", total, lengths.args, {}))
         guards = SizeGuards(self._call.signature, inputs, sizes_asked, values_seen, totals)
         # Guards have written them down. In the graph, they would be computed in every step.
         questions = [node for node, _ in (*values_seen, *writer.lengths, *sizes_asked)]
@@ -217,7 +242,11 @@ class Recorder(TorchFunctionMode):
             yield
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a module, as one operation or by its recorded code."""
         # A module that was there before and is no submodule has parameters that nobody sees: path_of refuses it.
@@ -249,23 +278,48 @@ class Recorder(TorchFunctionMode):
             return output
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_code: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        own_code: str,
     ) -> Any:
         """Call the ``apply`` of an autograd function, which is the user's code of this name."""
-        run = partial(function, *plain(args), **plain(kwargs))
-        return self._operate(_Operation("call_function", function, args, kwargs, run, own_code, is_torchs=False))
+        operation = _Operation(
+            kind="call_function",
+            target=function,
+            args=args,
+            kwargs=kwargs,
+            run=partial(function, *plain(args), **plain(kwargs)),
+            origin=own_code,
+            # Its forward and backward are the user's, whatever they are made of.
+            is_torchs=False,
+        )
+        return self._operate(operation)
 
-    def _is_leaf(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_leaf(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
         """True if a module is one operation."""
         # It may try the module's inverse, which is no operation of the forward.
         with self._aside():
             if self._is_opaque(module, (args, kwargs)):
                 return True
-        # A layer of torch's is one operation for a plan, whatever it calls.
-        return is_torchs_module(module) and type(module) not in _CONTAINERS and not is_attention(module)
+        # A layer of torch's is one operation for a plan, whatever it calls. But for those inside of which a plan can
+        # choose: containers, and attention, which holds several tensors for its backward.
+        has_inside = type(module) in _CONTAINERS or is_attention(module)
+        return is_torchs_module(module) and not has_inside
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operation, and record it."""
         # A functional collective returns before its message has arrived. In a graph, it is one operation that waits.
@@ -273,6 +327,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         with self.surroundings.paused():
             name = name_of_function(function)
+            # A recorded operation runs. What it calls is no operation of its own.
             if self.check.inside:
                 return function(*args, **kwargs)
             # ``x.type()`` asks for the type, ``x.type(torch.half)`` converts.
@@ -295,24 +350,37 @@ class Recorder(TorchFunctionMode):
         """The operation of a call that the mode saw."""
         kind, target, positional = spell(function, args)
         is_known = is_torchs(function)
+        origin = ""
+        if not is_known:
+            origin = f"{name_of_function(function)}, which is not torch's own"
         return _Operation(
             kind=kind,
             target=target,
             args=positional,
             kwargs=kwargs,
+            # The plain numbers: a kernel that gets a recorded size would ask for its value, and so pin it.
             run=partial(function, *plain(args), **plain(kwargs)),
-            origin="" if is_known else f"{name_of_function(function)}, which is not torch's own",
+            origin=origin,
             is_torchs=is_known,
         )
 
-    def _look(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _look(
+        self,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """Answer of an operation about a tensor that needs no values."""
         with self.check.aside():
             value = function(*plain(args), **plain(kwargs))
         is_length = name == "__len__"
+        # ``torch.result_type(2, x)`` begins with a number, and is about types.
         is_about_tensor = bool(args) and isinstance(args[0], torch.Tensor)
-        if not is_about_tensor or (name not in SIZES and not is_length):
+        is_size = name in SIZES or is_length
+        if not is_about_tensor or not is_size:
             return value
+        # ``x.shape`` and ``x.size()`` give all dimensions, ``len(x)`` and ``x.size(1)`` one.
         dim = None
         if is_length:
             dim = 0
@@ -382,8 +450,10 @@ class Recorder(TorchFunctionMode):
     @contextmanager
     def _watching(self, operation: _Operation) -> Iterator[OperationSeen]:
         """Context in which an operation runs; yields what torch computes in it."""
-        modules = (self._root.get_submodule(operation.target),) if operation.is_module else ()
-        in_unit = bool(units_in(modules))
+        in_unit = False
+        if operation.is_module:
+            module = self._root.get_submodule(operation.target)
+            in_unit = bool(units_in((module,)))
         with self.check.watching(in_module=operation.is_module, in_unit=in_unit) as seen:
             yield seen
 
@@ -398,22 +468,42 @@ class Recorder(TorchFunctionMode):
         if not operation.is_module and (operation.origin or seen.draws or seen.accumulates):
             node.meta[UNSURE] = True
 
-    def _note_changes(self, node: fx.Node, read: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    def _note_changes(
+        self,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        versions: Sequence[int],
+    ) -> None:
         """Note which arguments an operation has changed in place."""
+        # By versions, for names say little: ``F.relu(x, inplace=True)``, and whatever code of the user's does.
         for tensor, version in zip(read, versions, strict=True):
             if version_of(tensor) != version:
                 self._writer.note_change(tensor, node)
 
-    def _output_of_module(self, output: Any, node: fx.Node, read: Sequence[torch.Tensor], *, is_torchs: bool) -> Any:
+    def _output_of_module(
+        self,
+        output: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        is_torchs: bool,
+    ) -> Any:
         """The output of a module that is one operation, as the code sees it."""
         if not is_torchs:
             self._writer.require_bare(tensors_in(output))
+            # Which of the two is checked at each call is known at the end, when all questions have been asked.
             without_sizes = appearance_of(output, sizes=False)
             with_sizes = appearance_of(output, sizes=True)
             self._unknown_leaves.append((node, without_sizes, with_sizes))
         return self._writer.unpack(output, node, read, fresh_objects=not is_torchs)
 
-    def _result_of_function(self, result: Any, node: fx.Node, read: Sequence[torch.Tensor], seen: OperationSeen) -> Any:
+    def _result_of_function(
+        self,
+        result: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        seen: OperationSeen,
+    ) -> Any:
         """The value that the code sees: tensors, or values out of them."""
         # A value is a question, whose answer must be the same at the next call. An object that may hold values, such as
         # an iterator, cannot be compared.
@@ -452,10 +542,12 @@ class Recorder(TorchFunctionMode):
                 "it computes inside of a context (inference_mode, torch's checkpoint, an autograd function, a choice "
                 "of kernels), which a recording would lose"
             )
-        is_base = now == base
-        self._writer.region = None if is_base else Region(now.gradients, now.autocast_changes(base))
+        self._writer.region = None
+        if now != base:
+            self._writer.region = Region(now.gradients, now.autocast_changes(base))
 
     def _require_same_generators(self) -> None:
+        # Reading a state makes tensors, which are no operations of the forward.
         with self._aside():
             same = self._states.equals(GeneratorStates())
         if not same:
@@ -469,7 +561,10 @@ class Recorder(TorchFunctionMode):
 def _standing_in(attributes: Mapping[Slot, Any]) -> Iterator[None]:
     """Context in which modules have copies of their attributes, which have nodes: what the code reads is an input."""
     # A list, and no dict by module: a metric of torchmetrics has another hash whenever its values change.
-    places = [(owner.__dict__, name, owner.__dict__[name], value) for (owner, name), value in attributes.items()]
+    places = []
+    for (owner, name), stand_in in attributes.items():
+        namespace = owner.__dict__
+        places.append((namespace, name, namespace[name], stand_in))
 
     def put_back() -> None:
         for namespace, name, before, value in places:
@@ -485,9 +580,10 @@ def _standing_in(attributes: Mapping[Slot, Any]) -> Iterator[None]:
 
 def require_unrecorded(what: str) -> None:
     """Raise ``UntraceableError`` if the running code is recorded."""
-    # A recorder that is not listening runs an operation, whose code runs again at every call.
-    if any(isinstance(mode, Recorder) and mode.check.listens for mode in private.function_modes()):
-        raise UntraceableError(what)
+    for mode in private.function_modes():
+        # A recorder that is not listening runs an operation, whose code runs again at every call.
+        if isinstance(mode, Recorder) and mode.check.listens:
+            raise UntraceableError(what)
 
 
 def is_recomputing() -> bool:

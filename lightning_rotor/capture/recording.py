@@ -49,5 +49,7 @@ class Recording:
         if first_difference(self.graph, other.graph):
             return False
         # Constants are made anew by each recording. Their bits have been compared above.
-        pairs = zip(self.graph.nodes, other.graph.nodes, strict=True)
-        return all(is_constant(mine) or mine.meta.get(OF) == theirs.meta.get(OF) for mine, theirs in pairs)
+        for mine, theirs in zip(self.graph.nodes, other.graph.nodes, strict=True):
+            if not is_constant(mine) and mine.meta.get(OF) != theirs.meta.get(OF):
+                return False
+        return True

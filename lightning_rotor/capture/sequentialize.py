@@ -46,6 +46,7 @@ class SequentialCut:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The one input, unless a layer was replaced, or a container got hooks that the flat chain would never fire."""
         if len(args) != 1 or kwargs:
+            # Raises Python's own error for a call that the forward does not take.
             inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs)
         (value,) = (*args, *kwargs.values())
         if not tensors_in(value) or sequential_members(self.module) != self._members:
@@ -87,17 +88,20 @@ def sequentialize(
     try:
         row = SequentialCut(module)
         blocks = [stage.name for stage in row.stages if _has_layers(stage)]
+        # Nothing is gained by a recording where every stage is one layer, and its guards cost at every call.
         if not blocks:
             return row
         reasons["sequential"] = f"there are several layers in {blocks[0]!r}, between which a graph can be cut"
     except ModelError as error:
         if isinstance(module, nn.Sequential):
             reasons["sequential"] = str(error)
+    # Torch's checkpoint sets hooks on saved tensors, which a recording would lose: it fails there, and names the cause.
     with noticed_checkpoints() as noticed:
         try:
             graphs = [earlier for earlier in known if isinstance(earlier, GraphCut)]
             cut = cut_graph(module, args, kwargs, known=graphs, afresh=afresh)
             stages_without_graph = 1 if row is None else max(1, len(row.stages))
+            # Otherwise the row of blocks is as good, and holds for every call without guards.
             if len(cut.stages) > stages_without_graph:
                 cut.reasons = reasons
                 return cut
@@ -120,7 +124,10 @@ def sequentialize(
 
 def _has_layers(stage: Stage) -> bool:
     """True if a stage is more than one layer. Attention holds its projection, but runs as one function."""
-    return any(module._modules and not isinstance(module, nn.MultiheadAttention) for module in stage.modules)
+    for module in stage.modules:
+        if module._modules and not isinstance(module, nn.MultiheadAttention):
+            return True
+    return False
 
 
 def check_module(module: nn.Module) -> None:
@@ -143,7 +150,10 @@ def check_module(module: nn.Module) -> None:
             "parameters in a way that cannot be measured or planned: expected units of fully_shard (FSDP2, "
             f"ModelParallelStrategy), or a module inside of one wrapper, such as {wrapped[0]!r}"
         )
-    shared = [unit for unit in units_below(module) if Unit(module.get_submodule(unit)).shares_hooks]
+    shared = []
+    for unit in units_below(module):
+        if Unit(module.get_submodule(unit)).shares_hooks:
+            shared.append(unit)
     if shared:
         raise ModelError(
             f"{name} holds {shared[0]!r}, which fully_shard was given in a list, so that it gathers its parameters "

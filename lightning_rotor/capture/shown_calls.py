@@ -27,12 +27,21 @@ class Listener(Protocol):
     check: DispatchCheck
 
     def call_module(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a module, by the ``call`` that ``nn.Module`` has by itself, and return its output."""
 
     def call_function(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, own_code: str
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        own_code: str,
     ) -> Any:
         """Call the ``apply`` of an autograd function, which is the user's code of this name."""
 
@@ -52,6 +61,7 @@ def shown_calls(listener: Listener) -> Iterator[None]:
         return listener.call_module(module, call_module, args, kwargs)
 
     def shown_init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # A module that the forward makes anew in each call, as a loss, is code like any other and no hidden leaf.
         listener.check.note_module(module)
         init(module, *args, **kwargs)
 

@@ -64,6 +64,7 @@ class SizeGuards:
         self._values = GraphSlice([*inputs, *read], operations, [value_nodes, list(totals)])
         self.asks_values = any(map(_may_change, needed))
 
+        # Everything, operations on tensors too: a shape is that of the tensor which they make.
         behind = ancestors([*self._asked, *read])
         self._sizes = GraphSlice(inputs, _operations(nodes, behind), [self._asked, read])
         # Without a rule for its sizes, code of the user's cannot be asked on tensors without values.
@@ -73,6 +74,7 @@ class SizeGuards:
                 self._own = node
                 break
 
+        # Signatures that were really recorded. Those found to hold by asking prove nothing about other ones.
         self._recorded = [signature]
         # For each signature for which it holds: the sizes that the questions about values read.
         self._read = {signature: tuple(node.meta[SIZE] for node in read)}
@@ -87,6 +89,7 @@ class SizeGuards:
         if not self.asks_values:
             return True
         try:
+            # Nobody differentiates an answer, and a graph would hold the inputs.
             with torch.no_grad():
                 answers, totals = self._values(packed((*inputs, *self._read[signature])))
         except (RuntimeError, IndexError, ValueError):
@@ -119,9 +122,10 @@ class SizeGuards:
     def _first_other(self, answers: Sequence[Any]) -> fx.Node:
         """The first question that is answered otherwise than in the first recording."""
         _, recorded = self._size_answers[0]
-        triples = zip(answers, recorded, self._asked, strict=True)
-        differing = [node for answer, then, node in triples if spell_value(answer) != then]
-        return differing[0]
+        for answer, then, node in zip(answers, recorded, self._asked, strict=True):
+            if spell_value(answer) != then:
+                return node
+        raise AssertionError("the caller has seen that the answers differ")
 
     def _sizes_on_meta(self, inputs: Sequence[Any], *, once: bool) -> Any:
         """Answers about sizes, in a few microseconds an operation; None if an operation needs its own device."""
@@ -135,12 +139,17 @@ class SizeGuards:
     def _may_be(self, signature: Signature) -> bool:
         """True if a signature differs from recorded ones of its kind only where these differ from each other."""
         kind = _kind(signature)
-        recorded = [_sizes_in(earlier) for earlier in self._recorded if _kind(earlier) == kind]
+        recorded = []
+        for earlier in self._recorded:
+            if _kind(earlier) == kind:
+                recorded.append(_sizes_in(earlier))
         if not recorded:
             return False
         # Code may take a dimension for granted without ever asking for it. Two recordings with the same operations, and
         # other sizes in that dimension, show that it does not.
-        for recorded_sizes, size in zip(zip(*recorded, strict=True), _sizes_in(signature), strict=True):
+        # All recorded sizes of one dimension, dimension by dimension.
+        by_dimension = zip(*recorded, strict=True)
+        for recorded_sizes, size in zip(by_dimension, _sizes_in(signature), strict=True):
             is_free = len(set(recorded_sizes)) > 1
             if not is_free and size not in recorded_sizes:
                 return False
@@ -152,10 +161,19 @@ class SizeGuards:
             # Other questions were asked: the older answers say nothing about them.
             vars(self).update(vars(newer))
             return
-        self._value_answers += [answer for answer in newer._value_answers if answer not in self._value_answers]
-        self._size_answers += [answer for answer in newer._size_answers if answer not in self._size_answers]
+        # Other answers to the same questions led to the same operations, so either will do.
+        _add_new(self._value_answers, newer._value_answers)
+        _add_new(self._size_answers, newer._size_answers)
         self._read.update(newer._read)
         self._recorded += newer._recorded
+
+
+def _add_new(answers: list[Any], more: Iterable[Any]) -> None:
+    """Append those of more answers that are not there yet."""
+    # A list, and no set: an objection compares with the first one.
+    for answer in more:
+        if answer not in answers:
+            answers.append(answer)
 
 
 def _unzipped(questions: Sequence[Question]) -> tuple[list[fx.Node], list[Any]]:
@@ -165,6 +183,7 @@ def _unzipped(questions: Sequence[Question]) -> tuple[list[fx.Node], list[Any]]:
 
 def _may_change(node: fx.Node) -> bool:
     """True for an input, a parameter or a buffer, whose values may be others at each call."""
+    # A constant was made by the recording and stays as it is: who changes one in place is refused.
     return node.op in ("placeholder", "get_attr") and not is_constant(node)
 
 
@@ -199,10 +218,15 @@ class _OnMeta(TorchFunctionMode):
         self._results: dict[Any, Any] = {}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not self._once:
             return _run_on_meta(func, args, kwargs)
+        # Other operations in place change values alone, of which there are none here.
         if getattr(func, "__name__", "") in _RESHAPES_IN_PLACE:
             # The tensor may stand for those of several equal layers. Who asked tries again without sharing.
             raise NotImplementedError
@@ -224,7 +248,11 @@ _KEEP_SIZES = frozenset(
 )  # fmt: skip
 
 
-def _by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _by_rule(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
     """A stand-in for the result of a frequent operation; None if there is no rule for such arguments.
 
     Results of contiguous tensors are contiguous. Autocast would choose another type.
@@ -232,15 +260,24 @@ def _by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     if not (func in _LINEAR or func in _KEEP_SIZES) or not args:
         return None
     tensor, *rest = args
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    if type(tensor) is not torch.Tensor or not tensor.is_meta or not tensor.is_contiguous():
+    # A subclass may have an operation of its own behind the name.
+    if type(tensor) is not torch.Tensor:
         return None
-    if any(each.dtype != tensor.dtype for each in tensors) or any(enabled for enabled, _ in autocast_state()):
+    if not tensor.is_meta or not tensor.is_contiguous():
+        return None
+    # Of two types, torch chooses the one of the result by rules that are not repeated here.
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, torch.Tensor) and argument.dtype != tensor.dtype:
+            return None
+    if any(enabled for enabled, _ in autocast_state()):
         return None
     if func in _KEEP_SIZES:
         return tensor.new_empty(tensor.shape)
     weight = kwargs.get("weight", rest[0] if rest else None)
-    if weight is None or weight.dim() != 2 or tensor.dim() < 2 or tensor.shape[-1] != weight.shape[1]:
+    if weight is None or weight.dim() != 2 or tensor.dim() < 2:
+        return None
+    # Sizes that do not go together are an error, which torch's own operation raises.
+    if tensor.shape[-1] != weight.shape[1]:
         return None
     return tensor.new_empty((*tensor.shape[:-1], weight.shape[0]))
 
@@ -264,14 +301,20 @@ def _look(value: Any) -> Any:
         return type(value), tuple(map(_look, value))
     if isinstance(value, dict):
         return tuple((key, _look(entry)) for key, entry in value.items())
-    return repr(value) if isinstance(value, slice) else (type(value), value)
+    if isinstance(value, slice):
+        # A slice has no hash before Python 3.12.
+        return repr(value)
+    # With the type, as 1 equals True and 1.0.
+    return type(value), value
 
 
 def _on_meta(value: Any) -> Any:
     """The stand-in for an argument among tensors of the meta device, which have sizes and no values."""
     if isinstance(value, torch.Tensor):
         return value if value.is_meta else value.detach().to("meta")
-    if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
+    # A text may be a device, as in ``x.to("cuda:0")``, or anything else, as a mode of padding.
+    is_device_name = isinstance(value, str) and _DEVICE.fullmatch(value)
+    if isinstance(value, torch.device) or is_device_name:
         return torch.device("meta")
     return value
 
@@ -289,6 +332,7 @@ def ancestors(nodes: Iterable[fx.Node], *, sizes: bool = True) -> set[fx.Node]:
         if node in reached:
             continue
         reached.add(node)
+        # What a size is computed from need not be computed where the size itself is given.
         if sizes or SIZE not in node.meta:
             pending.extend(node.all_input_nodes)
     return reached

@@ -30,6 +30,7 @@ class Source:
 
     def name(self, node: fx.Node) -> str:
         """The variable that holds a node's value."""
+        # By order of appearance, so that equal operations have equal names in every recording.
         return self._names.setdefault(node, f"v{len(self._names)}")
 
     def call(self, node: fx.Node, called: str) -> str:
@@ -61,6 +62,7 @@ class Source:
 
     def bind(self, value: Any) -> str:
         """A name for a value."""
+        # One name for each use, so that the source is the same whether two uses are of one value or of two.
         name = f"c{len(self.bound)}"
         self.bound[name] = value
         return name
@@ -88,5 +90,6 @@ def look_of(value: Any) -> Any:
         case np.ndarray() | np.generic():
             return str(value.dtype), value.shape, value.tobytes()
     if callable(value) and not isinstance(value, type):
+        # The object itself where it has a hash, so that its own equality counts: two equal partials do the same.
         return "callable", id(value) if type(value).__hash__ is None else value
     return spell_whole(value)

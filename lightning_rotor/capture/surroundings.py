@@ -68,8 +68,15 @@ class Surroundings:
         written_by: Path of the first module whose code printed or wrote to a file.
     """
 
-    def __init__(self, root: nn.Module, module_path: Callable[[], str | None], functions: Functions) -> None:
-        self._root, self._module_path, self._functions = root, module_path, functions
+    def __init__(
+        self,
+        root: nn.Module,
+        module_path: Callable[[], str | None],
+        functions: Functions,
+    ) -> None:
+        self._root = root
+        self._module_path = module_path
+        self._functions = functions
         self._modules = set(root.modules())
         self.notes = Notes()
         self._reach = Reach(root, self.notes)
@@ -195,7 +202,8 @@ class Surroundings:
 
     def _read_code(self, frame: FrameType, kind: type, path: str) -> None:
         """Follow what the names in code may mean: globals, and attributes of the first argument's class."""
-        code, outside = frame.f_code, frame.f_globals
+        code = frame.f_code
+        outside = frame.f_globals
         self._reach.learn(names_in(code), wholly=reads_whole_objects(code))
         self._read_of_others |= names_of_others(code)
         self.notes.look_up(outside, globals_of(code))

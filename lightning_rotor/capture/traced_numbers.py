@@ -45,6 +45,7 @@ class _Traced:
         if self.notebook.check.listens:
             self.notebook.ask(operator.eq, self, plain(self), True)
 
+    # ``if size:`` asks whether it is 0, and nothing more, so that it holds for all other sizes.
     def __bool__(self) -> bool:
         return bool(operator.ne(self, 0))
 
@@ -54,6 +55,7 @@ def _computed(function: Callable[..., Any], *, swapped: bool = False) -> Callabl
 
     def operate(self: _Traced, *others: Any) -> Any:
         # A tensor takes it from here: ``2 * x`` asks the tensor when the number does not know.
+        # As Python has it for operators: NotImplemented, and the other operand is asked.
         if not all(isinstance(other, (int, float, complex)) for other in others):
             return NotImplemented
         operands = (*others, self) if swapped else (self, *others)
@@ -120,7 +122,9 @@ class Number(PassesForItsValue, _Traced):
     """
 
     def __init__(self, value: float, node: fx.Node, notebook: Notebook) -> None:
-        self.value, self.node, self.notebook = value, node, notebook
+        self.value = value
+        self.node = node
+        self.notebook = notebook
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:

@@ -64,7 +64,9 @@ class ValueMemory:
         """The newest node that the tensor is the value of."""
         # A tensor may have the address of one that is gone, or have been rebuilt around what C++ still held of it.
         reference, node = self._nodes.get(id(tensor), (None, None))
-        return node if reference is not None and reference() is tensor else None
+        if reference is not None and reference() is tensor:
+            return node
+        return None
 
     def forget_tensors(self) -> None:
         """Let go of them: torch moves no parameter of a class of its own to which there is a weak reference."""
@@ -74,7 +76,12 @@ class ValueMemory:
         """The first node that shares a node's memory."""
         return self._firsts.get(node, node)
 
-    def put(self, tensor: torch.Tensor, node: fx.Node, made_from: Sequence[torch.Tensor] = ()) -> None:
+    def put(
+        self,
+        tensor: torch.Tensor,
+        node: fx.Node,
+        made_from: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Make the tensor the value of this node; it may be a view of one that it was made from."""
         # A view of an argument shares its memory, and whatever changes the one changes the other.
         storage = storage_of(tensor)
@@ -113,6 +120,7 @@ class ValueMemory:
             owner = self.node_of(tensor)
             if owner is not None:
                 owners[storage_of(tensor)] = self._firsts[owner]
+        # By storage, so that several tensors which show one memory count once.
         saved_bytes = 0
         saved_values = set()
         for storage, size in self.saving.items():

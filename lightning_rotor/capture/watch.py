@@ -47,8 +47,10 @@ class Watch:
         self._root = root
         # A scripted module keeps what it has in C++, and is one operation anyway.
         self.modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self._inputs, self._idle = frozenset(inputs), frozenset(idle)
-        self._tensors, self._outside = tensors, outside
+        self._inputs = frozenset(inputs)
+        self._idle = frozenset(idle)
+        self._tensors = tensors
+        self._outside = outside
         self._seen = [self._look(module, Copies()) for module in self.modules]
         # What the quick comparison needs, once the slow one has found no change.
         self._copies: Copies | None = None
@@ -79,6 +81,7 @@ class Watch:
         for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True):
             for name, then in attributes.items():
                 now = module.__dict__.get(name)
+                # By type, as a bool is an int for isinstance.
                 is_number = type(now) in (int, float)
                 was_like_it = isinstance(then, tuple) and then[0] is type(now)
                 if is_number and was_like_it and plain_value(now) != then:
@@ -94,13 +97,18 @@ class Watch:
         for module, (_, _, _, attributes, *_) in zip(self.modules, self._seen, strict=True):
             if notes.names_all or not _is_users_alone(type(module)):
                 continue
+            # A module of which no method ran can only be read by code of others, through a name that they mention.
             read = notes.names if module in notes.entered else notes.names_of_others
             for name in attributes.keys() - read - {"training"}:
                 if Copies().of(module.__dict__.get(name)) != attributes[name]:
                     slots.add((module, name))
         return frozenset(slots)
 
-    def changed(self, besides: Collection[nn.Module] = (), copies: Copies | None = None) -> nn.Module | None:
+    def changed(
+        self,
+        besides: Collection[nn.Module] = (),
+        copies: Copies | None = None,
+    ) -> nn.Module | None:
         """The first module that looks different now, not counting some; ``copies`` takes what it looks like."""
         copies = copies or Copies()
         for module, seen in zip(self.modules, self._seen, strict=True):
@@ -178,7 +186,9 @@ def _mapped(look: Callable[[Any], Any], table: dict[str, Any]) -> dict[str, Any]
 
 def _seen_in_slot(tensor: torch.Tensor | None) -> Any:
     """Shape, type and layout of a parameter or buffer. Its device does not count: pipelines change it."""
-    return None if tensor is None else (tensor.shape, tensor.dtype, layout_of(tensor))
+    if tensor is None:
+        return None
+    return (tensor.shape, tensor.dtype, layout_of(tensor))
 
 
 def _is_users_alone(kind: type[nn.Module]) -> bool:

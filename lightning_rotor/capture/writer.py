@@ -58,6 +58,7 @@ class GraphWriter:
         self.check = check
         # Tensors that every stage reads where they are.
         self._named: dict[int, tuple[torch.Tensor, str, Any]] = {}
+        # One node for each of them, however often the forward reads it.
         self._reads: dict[str, fx.Node] = {}
         self.values = ValueMemory()
         self.impure: dict[fx.Node, str] = {}
@@ -70,7 +71,9 @@ class GraphWriter:
         self._root = root
         self._named = tensor_slots(root)
         self.values.lasting = {storage_of(tensor) for tensor, *_ in self._named.values()}
-        nodes = [self.node("placeholder", f"input_{index}", (), {}) for index in range(len(inputs))]
+        nodes = []
+        for index in range(len(inputs)):
+            nodes.append(self.node("placeholder", f"input_{index}", (), {}))
         # Backwards, so that of several arguments that are one tensor the first has it.
         for index in reversed(range(len(inputs))):
             value, node = inputs[index], nodes[index]
@@ -81,9 +84,18 @@ class GraphWriter:
                 inputs[index] = Number(value, node, self)
         return nodes
 
-    def node(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> fx.Node:
         """A new node of the module whose forward is running."""
-        name = target if isinstance(target, str) else getattr(target, "__name__", "operation")
+        name = target
+        if not isinstance(target, str):
+            name = getattr(target, "__name__", "operation")
+        # The name is for who prints the graph. fx makes it unique, and wants an identifier.
         node = self.graph.create_node(kind, target, args, kwargs, str(name).replace(".", "_"))
         # Stages are named after the module, messages name the line.
         node.meta["module"], node.meta[LINE] = self._calls.path, _users_line()
@@ -101,6 +113,7 @@ class GraphWriter:
         """Require, right behind code that runs as it is, that it returns what it returned in the recording."""
         with self.graph.inserting_after(leaf):
             check = self.graph.call_function(require_as_recorded, (leaf, appearance, sizes))
+        # In the same module and region, so that the check neither names a stage nor ends a block of settings.
         for key in ("module", LINE, REGION):
             if key in leaf.meta:
                 check.meta[key] = leaf.meta[key]
@@ -108,6 +121,7 @@ class GraphWriter:
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         """The node of a tensor that an operation reads; ``UntraceableError`` if nobody has seen it being made."""
         named, name, source = self._named.get(id(tensor), (None, "", None))
+        # An id is used again once its tensor is gone.
         if named is not tensor:
             node = self.values.node_of(tensor)
             if node is not None:
@@ -132,6 +146,7 @@ class GraphWriter:
                 "it reads a tensor that was made where no recording sees it (kept by a module from its "
                 "forward, shared with NumPy, or made by code in C++)"
             )
+        # As a constant, it would be missing among the parameters of its stage.
         if tensor.requires_grad:
             raise UntraceableError("it computes with parameters that it keeps elsewhere than in attributes")
         name = f"_lightning_rotor_constant_{len(self.constants)}"
@@ -166,7 +181,9 @@ class GraphWriter:
             return self._size(value, "call_method", "numel", owner)
         shape = self._size_node("call_function", getattr, (owner, "shape"), tuple(tensor.shape))
         if dim is not None:
-            return self._size(value, "call_function", operator.getitem, shape, dim % tensor.dim())
+            # Not from the end, so that x.shape[-1] and x.shape[2] are one question.
+            place = dim % tensor.dim()
+            return self._size(value, "call_function", operator.getitem, shape, place)
         sizes = []
         for place, size in enumerate(value):
             sizes.append(self._size(size, "call_function", operator.getitem, shape, place))
@@ -175,11 +192,13 @@ class GraphWriter:
     def compute(self, function: Callable[..., Any], *operands: Any) -> Any:
         """Record arithmetic with sizes."""
         value = function(*map(plain, operands))
+        # An operation computes with it, which does so again at every call.
         if not self.check.listens:
             return value
         has_number = any(type(operand) is Number for operand in operands)
         if has_number and type(value) in (int, float):
-            node = self._size_node("call_function", function, tuple(map(self.encode, operands)), value)
+            encoded = tuple(map(self.encode, operands))
+            node = self._size_node("call_function", function, encoded, value)
             return Number(value, node, self)
         # ``rows / 2`` is a float, which tensors take as a plain number: it holds for this size alone.
         if type(value) is not int:
@@ -205,7 +224,8 @@ class GraphWriter:
 
     def _size_node(self, kind: str, target: Any, args: tuple[Any, ...], value: Any) -> fx.Node:
         node = self.node(kind, target, args, {})
-        if target is longest or any(VALUED in used.meta for used in node.all_input_nodes):
+        reads_values = target is longest or any(VALUED in used.meta for used in node.all_input_nodes)
+        if reads_values:
             node.meta[VALUED] = True
             return node
         node.meta[SIZE] = value
@@ -231,10 +251,14 @@ class GraphWriter:
         if isinstance(value, nn.Module):
             raise _hidden(f"the module {kind.__name__} to a function, where its parameters are hidden")
         if kind is torch.Size:
+            # Its sizes may be recorded ones, so that it is made anew at each call.
             sizes = tuple(map(self.encode, value))
-            return self.node("call_function", torch.Size, (sizes,), {}) if exact else sizes
+            if exact:
+                return self.node("call_function", torch.Size, (sizes,), {})
+            return sizes
         if _is_plain(value):
             return value
+        # A named tuple takes its entries one by one, where other tuples take them in a row.
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             entries = tuple(self.encode(entry, exact=exact) for entry in value)
             return self.node("call_function", kind, entries, {})
@@ -256,7 +280,14 @@ class GraphWriter:
                 )
         return self.encode(output, exact=True)
 
-    def unpack(self, value: Any, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool = False) -> Any:
+    def unpack(
+        self,
+        value: Any,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        fresh_objects: bool = False,
+    ) -> Any:
         """Give every tensor in an operation's result a node, with ``fresh_objects`` as an object of its own."""
         if isinstance(value, torch.Tensor):
             return self._unpack_tensor(value, node, read, fresh_objects=fresh_objects)
@@ -276,15 +307,22 @@ class GraphWriter:
             node = self.node("call_function", tree_leaves, (node,), {})
         seen = list(entries)
         for number, key in enumerate(keys):
-            if tensors_in(entries[number]):
+            entry = entries[number]
+            if tensors_in(entry):
                 piece = self.node("call_function", operator.getitem, (node, key), {})
-                seen[number] = self.unpack(entries[number], piece, read, fresh_objects=fresh_objects)
+                seen[number] = self.unpack(entry, piece, read, fresh_objects=fresh_objects)
+        # The code may keep the very container, or compare it by identity.
         if all(map(operator.is_, seen, entries)):
             return value
         return tree_unflatten(seen, spec)
 
     def _unpack_tensor(
-        self, tensor: torch.Tensor, node: fx.Node, read: Sequence[torch.Tensor], *, fresh_objects: bool
+        self,
+        tensor: torch.Tensor,
+        node: fx.Node,
+        read: Sequence[torch.Tensor],
+        *,
+        fresh_objects: bool,
     ) -> torch.Tensor:
         named, *_ = self._named.get(id(tensor), (None,))
         is_named = named is tensor
@@ -309,9 +347,11 @@ class GraphWriter:
     def note_packed(self, batch_sizes: torch.Tensor, lengths: torch.Tensor) -> None:
         """Note that sequences of these lengths were packed."""
         node = self.node_of(lengths)
+        # Lengths decide over the sizes of what is packed, so they must be known before a plan runs.
         self.require_computable(node, "the lengths of packed sequences")
         self._packed[self.node_of(batch_sizes)] = node
-        self.lengths.append((self.node("call_method", "tolist", (node,), {}), lengths.tolist()))
+        question = self.node("call_method", "tolist", (node,), {})
+        self.lengths.append((question, lengths.tolist()))
 
     def guard(self, node: fx.Node, value: Any, what: str) -> None:
         """Remember a value on which the code may have branched, as a condition of the recording.
@@ -327,7 +367,9 @@ class GraphWriter:
                 raise
             # ``assert x.isfinite().all()``: nobody sees the answer but the assert, so its node becomes the check.
             place = "{}:{}".format(*node.meta[LINE])
-            node.op, node.target, node.args = "call_function", require_check, (node.args[0], value, place)
+            node.op = "call_function"
+            node.target = require_check
+            node.args = (node.args[0], value, place)
         else:
             self.valued.append((node, value))
 
@@ -352,6 +394,7 @@ def erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
             continue
         is_piece = node.target is operator.getitem or node.op == "get_attr"
         is_number = SIZE in node.meta or VALUED in node.meta
+        # Neither changes anything in place, so that nobody misses one without readers.
         if node in behind or is_piece or is_number:
             graph.erase_node(node)
 
@@ -363,6 +406,7 @@ def _hidden(what: str) -> UntraceableError:
 def _users_line() -> tuple[str, int]:
     """File and line of the user's code that is running."""
     frame = sys._getframe(1)
+    # Between the line and here are frames of torch's modules and of this package.
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno

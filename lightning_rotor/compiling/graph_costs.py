@@ -30,8 +30,8 @@ def node_bytes(node: fx.Node) -> int:
 
 def _bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        numel = value.numel()
-        return int(numel) * value.element_size() if isinstance(numel, int) else 0
+        numel: Any = value.numel()  # a symbol, where sizes are
+        return numel * value.element_size() if isinstance(numel, int) else 0
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes, value))
     return 0
@@ -81,7 +81,7 @@ def _flops(node: fx.Node) -> int:
     def value(argument: Any) -> Any:
         return argument.meta.get("val") if isinstance(argument, fx.Node) else argument
 
-    args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), value)  # type: ignore[misc]
+    args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), value)
     try:
         return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
     except Exception:  # of a formula, for sizes or arguments that it does not expect

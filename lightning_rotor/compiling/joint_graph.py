@@ -111,7 +111,7 @@ def _draws_nothing(node: fx.Node) -> bool:
     for place, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given == 0
+            return bool(given == 0)
     return False
 
 

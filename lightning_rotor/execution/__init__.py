@@ -9,7 +9,8 @@ row. Read in this order:
   change), ``tensors_read``, ``lent_tensors``, ``settings`` and ``observers``.
 - ``inversion``: inputs are rebuilt instead of kept, with ``boundary``, ``moment``, ``nested_backward`` and
   ``drift_guard``.
-- ``moving`` has what items hold elsewhere meanwhile, in a file (``file_memory``).
+- ``moving`` has what items hold elsewhere meanwhile: on the host (``pinned_memory``), or in a file (``file_memory``).
+  ``places`` are free ranges there, ``link_speed`` measures copies.
 - ``pending`` tells when the backward of a call has come, ``stopwatch`` how long it took; ``isolated`` runs without a
   trace.
 """

@@ -13,6 +13,7 @@ not repeat, is in ``passes``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import ScheduleError
+from lightning_rotor.errors import RotorWarning, ScheduleError
 from lightning_rotor.execution.inversion import Way, run_inverted
 from lightning_rotor.execution.moving import MovingCall, OtherMemory
 from lightning_rotor.execution.passes import run_stage
@@ -78,7 +79,7 @@ class Executor:
         if schedule.moves and memory is None:
             raise ScheduleError(
                 f"schedule {schedule} moves what stages hold, and there is no other memory to move it to: expected a "
-                "schedule without moves"
+                'schedule without moves, or Checkpointable(..., offload="host")'
             )
         # Segments in segments are calls in calls, and Python counts them.
         make_room_for(_CALLS * schedule.depth)
@@ -93,7 +94,7 @@ class Executor:
         for stage in self._stages:
             self._names.update(dict.fromkeys(stage.writes, f"output of {stage.name!r}"))
         last_values = self._stages[-1].writes if wanted is None else wanted
-        self._memory = memory
+        self._memory, self._has_warned = memory, False
         # The running call, if it moves something.
         self._moving: MovingCall | None = None
         self.wire, self._run = self._compiled(schedule.items, last_values, is_outermost=True)
@@ -117,7 +118,18 @@ class Executor:
 
     def _moving_call(self, value: Any) -> MovingCall | None:
         """The moves of a call; None if it saves nothing here, since somebody else's hooks do."""
-        if not torch.is_grad_enabled() or private.hooks_for_saved_tensors() is not None:
+        if not torch.is_grad_enabled():
+            return None
+        if private.hooks_for_saved_tensors() is not None:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "a plan that moves what stages hold moves nothing in this call, and the step may take more than "
+                    "its limit: other hooks for saved tensors are around it. Expected none, such as save_on_cpu, or "
+                    "training without offload",
+                    RotorWarning,
+                    stacklevel=2,
+                )
             return None
         assert self._memory is not None
         given = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

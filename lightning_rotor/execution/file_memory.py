@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_rotor.errors import OffloadError
+from lightning_rotor.execution.places import Places
 from lightning_rotor.units import format_bytes
 
 
@@ -81,7 +81,7 @@ class FileMemory:
                 'folder that exists and can be written to, such as offload="disk:/tmp"'
             ) from error
         weakref.finalize(self, os.close, self._file)
-        self.places = _Places(limit_bytes)
+        self.places, self._limit_bytes = Places(), limit_bytes
         self.writer, self.reader = _Worker("rotor-out"), _Worker("rotor-back")
 
     @property
@@ -91,7 +91,19 @@ class FileMemory:
 
     def copy_out(self, storage: torch.UntypedStorage) -> FileCopy:
         """Begin to write a storage, which the file holds until it is written."""
-        return FileCopy(self, storage, self.places.take(storage.nbytes()))
+        size_bytes, limit_bytes = storage.nbytes(), self._limit_bytes
+        if limit_bytes is not None and self.places.used_bytes + size_bytes > limit_bytes:
+            raise OffloadError(
+                f"what moves to disk takes {format_bytes(self.places.used_bytes + size_bytes)}, more than its limit of "
+                f"{format_bytes(limit_bytes)}: expected calls whose backwards come one after the other. Raise the "
+                "limit, or train without offload"
+            )
+        at = self.places.take(size_bytes)
+        assert at is not None
+        return FileCopy(self, storage, at)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Nothing is to be done: the file grows as it is written to."""
 
     def drain(self) -> None:
         """Wait for all copies."""
@@ -172,62 +184,3 @@ def _nothing() -> None:
 
 def _pread_into(file: int, memory: memoryview, at: int) -> int:
     return os.preadv(file, [memory], at)
-
-
-class _Places:
-    """Ranges of a file that are taken; the first that is large enough is given out. Threads may ask at once."""
-
-    def __init__(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = []  # beginnings and ends, rising
-        self._end = 0
-        self._used_bytes = 0
-        # Ranges come back when Python collects garbage, which it does at any line, also where the lock is held.
-        self._given_back: deque[tuple[int, int]] = deque()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all ranges that are taken."""
-        with self._lock:
-            self._settle()
-            return self._used_bytes
-
-    def take(self, size_bytes: int) -> int:
-        """The beginning of a range that is free."""
-        with self._lock:
-            self._settle()
-            if self._limit_bytes is not None and self._used_bytes + size_bytes > self._limit_bytes:
-                raise OffloadError(
-                    f"what moves to disk takes {format_bytes(self._used_bytes + size_bytes)}, more than its limit of "
-                    f"{format_bytes(self._limit_bytes)}: expected calls whose backwards come one after the other. "
-                    "Raise the limit, or train without offload"
-                )
-            self._used_bytes += size_bytes
-            for number, (begin, end) in enumerate(self._free):
-                if end - begin >= size_bytes:
-                    self._free[number] = begin + size_bytes, end
-                    return begin
-            begin = self._end
-            self._end += size_bytes
-            return begin
-
-    def give_back(self, begin: int, size_bytes: int) -> None:
-        """Give a range back."""
-        self._given_back.append((begin, size_bytes))
-
-    def _settle(self) -> None:
-        """Join what has come back to what is free."""
-        while self._given_back:
-            begin, size_bytes = self._given_back.popleft()
-            self._used_bytes -= size_bytes
-            self._free.append((begin, begin + size_bytes))
-        joined: list[tuple[int, int]] = []
-        for left, right in sorted(self._free):
-            if joined and joined[-1][1] == left:
-                joined[-1] = joined[-1][0], right
-            elif left < right:
-                joined.append((left, right))
-        if joined and joined[-1][1] == self._end:
-            self._end, _ = joined.pop()
-        self._free = joined

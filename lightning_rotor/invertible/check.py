@@ -1,5 +1,6 @@
 """Whether a module's inverse undoes its forward, tried on one input."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -82,12 +83,19 @@ def check_inverse(
     require_invertible(module, name=name)
     inputs = require_tensors(x, name=name, what="input")
     _require_finite(inputs, name=name, what="input")
-    device, stage = inputs[0].device, Stage(name, (module,))
-    with undisturbed(device), kept_attributes(stage, keep_parameters=False), lent_buffers(stage), torch.no_grad():
+    device = inputs[0].device
+    stage = Stage(name, (module,))
+    with (
+        undisturbed(device),
+        kept_attributes(stage, keep_parameters=False),
+        lent_buffers(stage),
+        torch.no_grad(),
+    ):
         # All buffers may change: these are copies.
         state = replace(state_of(stage, module.modules(), {}), root=(module, ""))
         moment = Moment(device, lambda: state)
-        return _Trial(name, module, stage, tree_map(torch.Tensor.detach, x), moment).run(rtol, atol)
+        detached = tree_map(torch.Tensor.detach, x)
+        return _Trial(name, module, stage, detached, moment).run(rtol, atol)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,16 +120,27 @@ class _Trial:
             )
         del again
         error, tolerance = self._compare_inverse(output, rtol, atol)
-        fused_error = self._compare_gradients(output) if has_fused_backward(self.module) else None
-        agrees = None if fused_error is None else fused_error <= rtol
-        return InverseReport(error, tolerance, self.moment.draws_random, fused_error, agrees, shares)
+        fused_error = None
+        fused_agrees = None
+        if has_fused_backward(self.module):
+            fused_error = self._compare_gradients(output)
+            fused_agrees = fused_error <= rtol
+        return InverseReport(
+            error,
+            tolerance,
+            self.moment.draws_random,
+            fused_error,
+            fused_agrees,
+            shares,
+        )
 
     def _forward(self, context: AbstractContextManager[object]) -> tuple[Any, bool]:
-        """The output for a copy of the input, which a forward may spoil; and whether it shows memory of that copy."""
+        """The output for a copy of the input, which a forward may spoil; and True if it shows memory of that copy."""
         copy = tree_map(torch.clone, self.x)
         inputs = tree_leaves(copy)
         versions = list(map(version_of, inputs))
-        with context, torch.enable_grad():  # kernels may give other last bits where no gradient is wanted
+        # Kernels may give other last bits where no gradient is wanted.
+        with context, torch.enable_grad():
             output = run_stage(self.stage, copy)
         outputs = require_own_output(inputs, versions, output, name=self.name)
         return tree_map(torch.Tensor.detach, output), shares_memory(inputs, outputs)
@@ -139,13 +158,22 @@ class _Trial:
                 stage=self.name,
             )
         inputs = tree_leaves(self.x)
-        leaves = require_like(rebuilt, [(tensor.shape, tensor.dtype) for tensor in inputs], name=self.name)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
+        leaves = require_like(rebuilt, shapes, name=self.name)
         _require_finite(leaves, name=self.name, what="inverse")
-        errors = [_largest(leaf.double() - real.double()) for leaf, real in zip(leaves, inputs, strict=True)]
-        allowed = [atol + rtol * _largest(tensor) for tensor in inputs]
-        error, tolerance = max(zip(errors, allowed, strict=True), key=lambda pair: pair[0] - pair[1])
+        # In double precision, since a difference of two close numbers loses digits in their own.
+        worst = -math.inf
+        error = tolerance = 0.0
+        for leaf, real in zip(leaves, inputs, strict=True):
+            own_error = _largest(leaf.double() - real.double())
+            own_tolerance = atol + rtol * _largest(real)
+            if own_error - own_tolerance > worst:
+                worst = own_error - own_tolerance
+                error, tolerance = own_error, own_tolerance
         if error > tolerance:
-            why = DRAWS if self.moment.draws_random else _INEXACT
+            why = _INEXACT
+            if self.moment.draws_random:
+                why = DRAWS
             raise InverseError(
                 f"the inverse of {self.name!r} is off by {error:.2g}: expected at most {tolerance:.2g} (rtol "
                 f"{rtol:g}, atol {atol:g}). {why}",
@@ -158,25 +186,37 @@ class _Trial:
     def _compare_gradients(self, output: Any) -> float:
         """The error of the fused backward against autograd's, both with one gradient for the output."""
         made, spec = tree_flatten(output)
-        slopes = [
-            torch.linspace(-1, 1, leaf.numel(), device=leaf.device).view(leaf.shape).to(leaf.dtype) for leaf in made
-        ]
+        # Slopes that differ from element to element: with ones, errors of opposite sign would cancel out.
+        slopes = []
+        for leaf in made:
+            slope = torch.linspace(-1, 1, leaf.numel(), device=leaf.device)
+            slopes.append(slope.view(leaf.shape).to(leaf.dtype))
         parameters = list(self.module.parameters())
         inputs, taken = tree_flatten(tree_map(learning, self.x))
         right = plain_gradients(self.stage, self.moment, inputs, taken, parameters, slopes)
         with self._named("reversible_backward(output, gradient)"):
-            _, for_input, found = fused_gradients(
-                self.module, self.moment, list(map(torch.clone, made)), spec, parameters, slopes
-            )
+            # A fused backward may spoil the output that it is given.
+            outputs = list(map(torch.clone, made))
+            _, for_input, for_parameters = fused_gradients(self.module, self.moment, outputs, spec, parameters, slopes)
         shapes = [(tensor.shape, tensor.dtype) for tensor in inputs]
-        left = [*require_like(for_input, shapes, name=self.name, what="fused backward"), *found]
-        pairs = [(mine, autograds) for mine, autograds in zip(left, right, strict=True) if autograds is not None]
+        for_inputs = require_like(for_input, shapes, name=self.name, what="fused backward")
+        left = [*for_inputs, *for_parameters]
+        pairs = []
+        for mine, autograds in zip(left, right, strict=True):
+            if autograds is not None:
+                pairs.append((mine, autograds))
         # Where the gradient is zero but for rounding (a bias before a normalization), two computations share no digit.
-        least = 0.01 * max((_largest(autograds) for _, autograds in pairs), default=0.0)
+        largest = max((_largest(autograds) for _, autograds in pairs), default=0.0)
+        least = 0.01 * largest
         errors = []
-        for mine, autograds in pairs:  # a gradient that the fused backward lacks counts whole
-            difference = _largest(autograds.double() - (0.0 if mine is None else mine.double()))
-            errors.append(difference / max(_largest(autograds), least) if difference else 0.0)
+        for mine, autograds in pairs:
+            # A gradient that the fused backward lacks counts whole.
+            difference = _largest(autograds)
+            if mine is not None:
+                difference = _largest(autograds.double() - mine.double())
+            if difference:
+                difference /= max(_largest(autograds), least)
+            errors.append(difference)
         return max(errors, default=0.0)
 
     @contextmanager
@@ -185,6 +225,7 @@ class _Trial:
         try:
             yield
         except torch.OutOfMemoryError:
+            # The planner's, which tries again with less: no fault of the method.
             raise
         except Exception as error:
             raise InverseError(
@@ -204,7 +245,10 @@ def _require_finite(tensors: Sequence[torch.Tensor], *, name: str, what: str) ->
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    # The largest of no elements is an error of torch's.
+    if not tensor.numel():
+        return 0.0
+    return float(tensor.abs().max())
 
 
 # --------------------------------------------- Whether a plan can rely on a module's inverse and on its fused backward.
@@ -215,8 +259,10 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
     if any(map(is_fake, tensors_in(value))):
         return "it is only estimated, and whether its inverse is right shows with values", ""
     precision = precision_of(tensors_in(value))
-    # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
-    rtol = tolerance_of(precision) if precision in LOW_PRECISION else 1e-4
+    rtol = 1e-4
+    if precision in LOW_PRECISION:
+        # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.
+        rtol = tolerance_of(precision)
     try:
         report = check_inverse(module, value, rtol=rtol, name=name)
     except InverseError as error:

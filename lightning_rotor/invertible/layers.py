@@ -47,6 +47,7 @@ class _Coupling(nn.Module):
         """The output, of the shape and dtype of the input."""
         halves = self._halves(x)
         for mine, _, run in self._steps(x.device):
+            # No name for what the network made: it would live on while the next one runs.
             halves[mine] = self._changed(halves[mine], run(halves[1 - mine]))
         return torch.cat(halves, self.dim)
 
@@ -59,14 +60,18 @@ class _Coupling(nn.Module):
 
     def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The input that made an output, and the gradient for it; parameters accumulate theirs."""
-        steps, halves, gradients = self._steps(output.device), self._halves(output), self._halves(gradient)
-        del output, gradient  # as each half is rebuilt, what it was rebuilt from can go
+        steps = self._steps(output.device)
+        halves, gradients = self._halves(output), self._halves(gradient)
+        # As each half is rebuilt, what it was rebuilt from can go.
+        del output, gradient
+        # The other half is as it was when this network ran, since networks behind it are undone already.
         for mine, network, run in reversed(steps):
             leaf = learning(halves[1 - mine])
             with torch.enable_grad():
                 made = run(leaf)
             halves[mine] = self._restored(halves[mine], made.detach())
             pair = halves[mine], made.detach()
+            # The first of its results is the half as it was changed, which nobody needs and a name would keep.
             gradients[mine], for_made = torch.autograd.functional.vjp(self._changed, pair, gradients[mine])[1]
             roots = roots_of([made], [for_made])
             del made, pair, for_made
@@ -76,7 +81,8 @@ class _Coupling(nn.Module):
 
     def _halves(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         shape = tuple(tensor.shape)
-        if not -tensor.ndim <= self.dim < tensor.ndim or shape[self.dim] % 2 or not shape[self.dim]:
+        has_dimension = -tensor.ndim <= self.dim < tensor.ndim
+        if not has_dimension or shape[self.dim] % 2 or not shape[self.dim]:
             raise InverseError(
                 f"{type(self).__name__} cannot split a tensor of shape {shape} in two along dimension {self.dim}: "
                 "expected an even size there. Change dim, or the number of channels",
@@ -93,45 +99,64 @@ class _Coupling(nn.Module):
         networks = list(self.children())
         seed: int | None = None
         if any(_may_draw(module) for network in networks for module in network.modules()):
+            # A mode that watches the forward, of a recording for one, must not see this draw as the user's.
             with no_dispatch():
                 seed = int(torch.randint(2**62, (), device="cpu"))
 
         def run(network: nn.Module, number: int, half: torch.Tensor) -> torch.Tensor:
             with nullcontext() if seed is None else seeded(seed + number, device):
                 made: torch.Tensor = network(half)
-                return made.to(half.dtype)  # under autocast it may be coarser
+                # Under autocast it may be coarser, and the output must have the input's type.
+                return made.to(half.dtype)
 
         first = 2 - len(networks)
-        return [(first + number, each, partial(run, each, number)) for number, each in enumerate(networks)]
+        steps: list[tuple[int, nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
+        for number, network in enumerate(networks):
+            steps.append((first + number, network, partial(run, network, number)))
+        return steps
 
 
 def _may_draw(module: nn.Module) -> bool:
     """True if a module itself may draw random numbers: in training, any that is not torch's may."""
     if isinstance(module, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
+        # They draw in evaluation, too.
         return True
+    if not module.training:
+        return False
     if isinstance(module, DRAWING):
         probability = attribute_of(module, "p", 0.0) or attribute_of(module, "dropout", 0.0)
-        return module.training and bool(probability or isinstance(module, nn.RReLU))
+        # RReLU draws slopes, and has no probability.
+        return bool(probability) or isinstance(module, nn.RReLU)
+    if has_forward_hooks(module):
+        return True
     is_torchs = type(module).__module__.startswith("torch.")
-    has_hooks = has_forward_hooks(module)
-    return module.training and (has_hooks or not (is_torchs or attribute_of(module, "draws_by_parts", False)))
+    return not (is_torchs or attribute_of(module, "draws_by_parts", False))
 
 
 def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Run the backward of a network: parameters accumulate their gradients; returns the leaf's and ``gradient``."""
     parameters = list(network.parameters())
-    with torch.autocast(leaf.device.type, enabled=False):  # as a backward outside of the forward's context
-        for_leaf, *for_parameters = gradients_for([leaf, *parameters], roots, name=type(network).__name__)
+    # As a backward outside of the forward's context: autocast belongs to forwards.
+    with torch.autocast(leaf.device.type, enabled=False):
+        wanted = [leaf, *parameters]
+        for_leaf, *for_parameters = gradients_for(wanted, roots, name=type(network).__name__)
     accumulate(parameters, for_parameters)
+    # Before the sum, which takes new memory.
     del for_parameters
-    return gradient if for_leaf is None else gradient + for_leaf
+    if for_leaf is None:
+        return gradient
+    return gradient + for_leaf
 
 
 def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
     """Add gradients to those that tensors have, as a backward does."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
-        if gradient is not None:
-            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+        if gradient is None:
+            continue
+        if tensor.grad is None:
+            tensor.grad = gradient
+        else:
+            tensor.grad = tensor.grad + gradient
 
 
 class AdditiveCoupling(_Coupling):
@@ -219,6 +244,7 @@ class InvertibleConvolution(nn.Module):
         super().__init__()
         if channels < 1 or not clamp > 0:
             raise ModelError(f"channels is {channels} and clamp {clamp}: expected both positive, such as 16 and 4.0")
+        # The inverse of a rotation magnifies no rounding error.
         rotation, _ = torch.linalg.qr(torch.randn(channels, channels))
         permutation, lower, upper = torch.linalg.lu(rotation)
         diagonal = upper.diagonal()
@@ -238,6 +264,7 @@ class InvertibleConvolution(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The output, of the shape and dtype of the input."""
+        # Autocast would multiply in half precision, and the inverse would be off by its rounding.
         with torch.autocast(x.device.type, enabled=False):
             lower, upper = self._triangles()
             matrix = (lower @ upper)[self.permutation]
@@ -256,12 +283,13 @@ class InvertibleConvolution(nn.Module):
             return solved.reshape(output.shape).to(output.dtype)
 
     def _triangles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        lower, upper, raw_logarithms, signs = (
-            tensor.to(self._dtype) for tensor in (self.lower, self.upper, self.raw_logarithms, self.signs)
-        )
+        parts = self.lower, self.upper, self.raw_logarithms, self.signs
+        lower, upper, raw_logarithms, signs = (part.to(self._dtype) for part in parts)
         identity = torch.eye(self.channels, dtype=lower.dtype, device=lower.device)
+        # Bounded, as the diagonal divides when systems are solved.
         logarithms = self.clamp * (raw_logarithms / self.clamp).tanh()
-        return lower.tril(-1) + identity, upper.triu(1) + (signs * logarithms.exp()).diag()
+        diagonal = (signs * logarithms.exp()).diag()
+        return lower.tril(-1) + identity, upper.triu(1) + diagonal
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -339,16 +367,20 @@ def reverse(module: nn.Module) -> nn.Module:
     if isinstance(module, Reversed):
         return module.module
     if type(module) is InvertibleSequential and not has_own_call(module):
-        return InvertibleSequential(*map(reverse, reversed(list(module._modules.values()))))
+        reversed_members = reversed(list(module._modules.values()))
+        return InvertibleSequential(*map(reverse, reversed_members))
     return Reversed(module)
 
 
 def members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """A module, or the modules that it runs in a row, each with a name for error messages."""
+    # A subclass, or hooks and a forward of its own, may do more than run them: then it is one module.
     if type(module) is InvertibleSequential and not has_own_call(module):
-        for name, member in module._modules.items():  # a module that appears twice counts twice
+        # A module that appears twice counts twice.
+        for name, member in module._modules.items():
             if member is not None:
-                yield from members(member, f"{path}.{name}" if path else name)
+                member_path = f"{path}.{name}" if path else name
+                yield from members(member, member_path)
     else:
         yield labelled(module, path), module
 
@@ -356,7 +388,9 @@ def members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def labelled(module: nn.Module, path: str) -> str:
     """The name of a module in error messages: ``2.0 (AdditiveCoupling)``."""
     kind = type(module).__name__
-    return f"{path} ({kind})" if path else kind
+    if path:
+        return f"{path} ({kind})"
+    return kind
 
 
 def invertible_checkpoint(
@@ -407,13 +441,17 @@ def invertible_checkpoint(
     output = _in_a_row(module, (x, *more), how, name)
     if num_outputs is None:
         return output
-    made = len(output) if isinstance(output, tuple) else 1
+    made = 1
+    if isinstance(output, tuple):
+        made = len(output)
     if not 0 < num_outputs <= made or not isinstance(output, tuple):
         raise ModelError(
             f"num_outputs is {num_outputs}, and the module returned {made} output{'s' * (made > 1)}: expected a tuple "
             "of at least as many tensors"
         )
-    return output[0] if num_outputs == 1 else output[:num_outputs]
+    if num_outputs == 1:
+        return output[0]
+    return output[:num_outputs]
 
 
 class _TakesSeveral(nn.Module):
@@ -424,36 +462,52 @@ class _TakesSeveral(nn.Module):
         self.module = module
 
     def forward(self, x: Any) -> Any:
-        return self.module(*x) if isinstance(x, tuple) else self.module(x)
+        # A module may make one tensor of several. The next one in the row is then given one.
+        if isinstance(x, tuple):
+            return self.module(*x)
+        return self.module(x)
 
     def inverse(self, output: Any) -> Any:
         module = cast("Invertible", self.module)
-        return module.inverse(*output) if isinstance(output, tuple) else module.inverse(output)
+        if isinstance(output, tuple):
+            return module.inverse(*output)
+        return module.inverse(output)
 
 
 def _inverted(stage: Stage, x: Any) -> Any:
     module = stage.modules[0]
-    require_invertible(module.module if isinstance(module, _TakesSeveral) else module, name=stage.name)
+    # The user's own, which an error should name.
+    asked = module.module if isinstance(module, _TakesSeveral) else module
+    require_invertible(asked, name=stage.name)
     return run_inverted(Way(stage, can_be_fused(module)), x)
 
 
 def _checkpointed(stage: Stage, x: Any) -> Any:
     if not torch.is_grad_enabled():
         return run_stage(stage, x)
-    return recomputed(partial(run_stage, stage), x, name=repr(stage.name), state=Way(stage, fused=False).state())
+    state = Way(stage, fused=False).state()
+    return recomputed(partial(run_stage, stage), x, name=repr(stage.name), state=state)
 
 
-_RUN: dict[str, Callable[[Stage, Any], Any]] = {"invert": _inverted, "checkpoint": _checkpointed, "plain": run_stage}
+_RUN: dict[str, Callable[[Stage, Any], Any]] = {
+    "invert": _inverted,
+    "checkpoint": _checkpointed,
+    "plain": run_stage,
+}
 
 
 @outside_of_graphs
 def _in_a_row(module: nn.Module | Sequence[nn.Module], inputs: tuple[Any, ...], how: str, name: str | None) -> Any:
     several = len(inputs) > 1
     x = inputs if several else inputs[0]
+    named: list[tuple[str, nn.Module]] = []
     if isinstance(module, nn.Module):
-        named = [(name or "", module)]
+        named += members(module, name or "")
     else:
-        named = [(f"{name}.{index}" if name else str(index), each) for index, each in enumerate(module)]
-    for member_name, member in (step for path, each in named for step in members(each, path)):
-        x = _RUN[how](Stage(member_name, (_TakesSeveral(member) if several else member,)), x)
+        for index, part in enumerate(module):
+            path = f"{name}.{index}" if name else str(index)
+            named += members(part, path)
+    for member_name, member in named:
+        running = _TakesSeveral(member) if several else member
+        x = _RUN[how](Stage(member_name, (running,)), x)
     return x

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.outside import Foresight
@@ -58,6 +59,7 @@ class Budget:
             plan that takes least runs, until a plan for all calls follows.
         foresight: Peak of the process in steps under a plan for this chain, as a measured step foretells it; None if
             none was measured.
+        link: Over which a plan may move what stages hold; None if it moves nothing.
     """
 
     available_bytes: int
@@ -69,6 +71,7 @@ class Budget:
     is_provisional: bool = False
     foresight: Foresight | None = None
     error: type[BudgetError] = BudgetError
+    link: Link | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -78,16 +81,21 @@ class Budget:
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for the planner."""
-        return {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        step: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return step if self.link is None else {**step, "link": self.link}
 
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
         """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""
         try:
             fastest = self._plan(chain, self.available_bytes, slots)
         except BudgetError as error:
+            # Within what is a guess, a refusal might be wrong, and a measured step will tell.
             if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
                 return self._plan(chain, error.minimum_bytes, slots)
-            raise (self.refusal(error.minimum_bytes, error) if self.reserved_bytes else error) from None
+            if not self.reserved_bytes:
+                # The chain may have all of the limit, so the error speaks of the limit already.
+                raise error from None
+            raise self.refusal(error.minimum_bytes, error) from None
         return self._as_foreseen(fastest, slots)
 
     def _as_foreseen(self, fastest: Plan, slots: int) -> Plan:
@@ -106,14 +114,18 @@ class Budget:
             try:
                 chosen = self._plan(chosen.chain, chosen.peak_bytes - excess_bytes, slots)
             except BudgetError:
-                break  # a measured step says whether the limit can be kept
+                # A measured step says whether the limit can be kept.
+                break
         return chosen
 
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
-        return self._plan(chain, error.minimum_bytes - self.reserved_bytes, slots)
+        # The error counts what is reserved, too.
+        chain_bytes = error.minimum_bytes - self.reserved_bytes
+        return self._plan(chain, chain_bytes, slots)
 
     def _plan(self, chain: Chain, size_bytes: int, slots: int) -> Plan:
+        # Nothing may be left of a limit. Then no plan fits, as the planner says of 1 byte; it wants a positive number.
         return plan(chain, max(size_bytes, 1), slots=slots, **self.conditions)
 
     def capped(self, ceiling_bytes: int | None) -> Budget:
@@ -125,17 +137,21 @@ class Budget:
     def reduced_to(self, available_bytes: int, reason: str) -> Budget:
         """This budget with less for the chain, and the rest kept for something else."""
         missing_bytes = self.available_bytes - available_bytes
-        missing = f"{reason} ({format_bytes(missing_bytes)})"
+        reserved_for = f"{reason} ({format_bytes(missing_bytes)})"
+        if self.reserved_for:
+            reserved_for = f"{self.reserved_for}, {reserved_for}"
+        # The limit is the user's, and stays: what the chain loses is reserved.
         return replace(
             self,
             available_bytes=available_bytes,
             reserved_bytes=self.reserved_bytes + missing_bytes,
-            reserved_for=f"{self.reserved_for}, {missing}" if self.reserved_for else missing,
+            reserved_for=reserved_for,
         )
 
     def fits(self, plan: Plan) -> bool:
         """True if a plan is what would be planned with this budget."""
-        return plan.budget_bytes == max(self.available_bytes, 1) and plan.conditions == self.conditions
+        is_of_this_size = plan.budget_bytes == max(self.available_bytes, 1)
+        return is_of_this_size and plan.conditions == self.conditions
 
     def refusal(self, least_bytes: int, error: BudgetError, *, stage: str | None = None) -> BudgetError:
         """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much.
@@ -144,11 +160,14 @@ class Budget:
         """
         stage = stage or error.stage
         cause, remedy = cause_and_remedy(self.available_bytes, least_bytes, stage, error.gradient_bytes)
+        needs = (
+            f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least "
+            f"{format_bytes(least_bytes)} for activations and new gradients ({cause})"
+        )
         return limit_error(
             self.limit_bytes,
             least_bytes + self.reserved_bytes,
-            needs=f"{format_bytes(self.reserved_bytes)} for {self.reserved_for}, and at least "
-            f"{format_bytes(least_bytes)} for activations and new gradients ({cause})",
+            needs=needs,
             stage=stage,
             remedy=remedy,
             gradient_bytes=error.gradient_bytes,

@@ -64,6 +64,7 @@ def _accelerator(kind: DeviceKind, device: torch.device) -> DeviceMemory:
             f"device {str(device)!r} is not available here: move the model to one that is, or install a torch that "
             "supports it"
         )
+    # The driver's figure counts other processes of the device, the allocator's counts this one alone.
     driver_free, total = kind.driver_memory(device)
     allocated = kind.allocated_bytes(device)
     allowed = int(kind.process_share(device) * total)
@@ -76,8 +77,9 @@ def _machine() -> DeviceMemory:
     sizes = _read_sizes(_ROOT / "proc/meminfo")
     if "MemAvailable" in sizes:
         return DeviceMemory(sizes["MemTotal"] * 1024, sizes["MemAvailable"] * 1024)
-    try:  # macOS, Windows and the rest
-        import psutil  # type: ignore[import-untyped,unused-ignore]  # not a dependency: only where /proc is missing
+    # macOS, Windows and the rest. It is no dependency, since it is needed only where /proc is missing.
+    try:
+        import psutil  # type: ignore[import-untyped,unused-ignore]
     except ImportError as error:
         raise ProfilingError(
             "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
@@ -140,6 +142,7 @@ def _group_memory(folder: Path, files: _GroupFiles) -> DeviceMemory | None:
         if text.isdigit():
             limits.append(int(text))
     usage = _read(folder / files.usage).strip()
+    # A group whose usage is hidden cannot say what is left, and another one above it may.
     if not limits or not usage.isdigit():
         return None
     reclaimable_bytes = _read_sizes(folder / "memory.stat").get(files.reclaimable, 0)
@@ -193,7 +196,8 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
     try:
         available_bytes = device_memory(device).total_bytes
     except ProfilingError:
-        return size_bytes  # a limit in bytes needs nothing from the device
+        # A limit in bytes needs nothing from the device.
+        return size_bytes
     if size_bytes > available_bytes:
         warnings.warn(
             f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "

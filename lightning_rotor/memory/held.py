@@ -26,7 +26,9 @@ def parameter_bytes(module: nn.Module, device: torch.device | str | None = None)
 
 def buffer_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
     """Bytes of a module's buffers, persistent or not, except those that share memory with a parameter."""
-    return _bytes_beside(_initialized(module.named_buffers()), _initialized(module.named_parameters()), device)
+    buffers = _initialized(module.named_buffers())
+    parameters = _initialized(module.named_parameters())
+    return _bytes_beside(buffers, parameters, device)
 
 
 def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
@@ -52,7 +54,12 @@ def replaceable(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
     tensors = _gradients_of(module.parameters())
     for optimizer in optimizers:
         tensors += tensors_in(list(optimizer.state.values()))
-    return [tensor for tensor in tensors if all(map(_has_storage_alone, plain_parts(tensor)))]
+    replaceable_tensors = []
+    for tensor in tensors:
+        # A DTensor or a quantized tensor has its memory in the plain tensors inside.
+        if all(map(_has_storage_alone, plain_parts(tensor))):
+            replaceable_tensors.append(tensor)
+    return replaceable_tensors
 
 
 def _has_storage_alone(part: torch.Tensor) -> bool:
@@ -62,10 +69,13 @@ def _has_storage_alone(part: torch.Tensor) -> bool:
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
     """Bytes that an optimizer holds now, besides parameters and gradients. Adam's step counters may stay on the CPU."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
     others = [*parameters, *_gradients_of(parameters)]
     # Some optimizers keep a parameter or its gradient in their state, as it is.
-    return _bytes_beside(tensors_in(list(optimizer.state.values())), others, device)
+    state = tensors_in(list(optimizer.state.values()))
+    return _bytes_beside(state, others, device)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
@@ -97,7 +107,9 @@ def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -
             continue
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
-            sizes[private.identity_of(storage)] = block_bytes(storage.nbytes(), tensor.device)
+            # A view keeps all of its storage alive, so the storage's size counts, and not the view's.
+            storage_size = block_bytes(storage.nbytes(), tensor.device)
+            sizes[private.identity_of(storage)] = storage_size
     return sizes
 
 
@@ -105,6 +117,7 @@ def _bytes_beside(
     tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], device: torch.device | str | None
 ) -> int:
     """Bytes of the storages under some tensors that are under no others."""
+    # On all devices: a storage has one, and asking for it again would only take time.
     counted_elsewhere = _sizes(others, None)
     size_bytes = 0
     for identity, storage_size in _sizes(tensors, device).items():
@@ -137,5 +150,8 @@ def _gradient_type(parameter: torch.Tensor) -> torch.dtype:
 
 def dense_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     """Bytes of a dense tensor of this type and a tensor's shape, whatever its strides are."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor's shard
+    local = tensor
+    if hasattr(tensor, "to_local"):
+        # A DTensor's shard: its own shape is that of all shards together.
+        local = tensor.to_local()
     return block_bytes(local.numel() * dtype.itemsize, tensor.device)

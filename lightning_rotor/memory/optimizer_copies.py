@@ -36,14 +36,27 @@ def fake_copy_of(
     It is copied by attribute: constructors may want unknown arguments, ``__getstate__`` drops those of subclasses.
     """
     clone: torch.optim.Optimizer = object.__new__(type(optimizer))
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
-    vars(clone).update(fake_copy(attributes, mode, {**stand_ins, id(optimizer): clone}))
-    vars(clone).update({name: OrderedDict() for name in private.OPTIMIZER_HOOKS})
+    attributes = {}
+    for name, value in vars(optimizer).items():
+        if name not in _NOT_COPIED:
+            attributes[name] = value
+    # Attributes may refer to the optimizer, and then mean the copy.
+    copies = {**stand_ins, id(optimizer): clone}
+    vars(clone).update(fake_copy(attributes, mode, copies))
+    for name in private.OPTIMIZER_HOOKS:
+        vars(clone)[name] = OrderedDict()
+    # Steps run without gradients, and a differentiable one would record them.
     clone.defaults["differentiable"] = False
     for group in clone.param_groups:
         # Fused kernels have no shape rule.
-        settings = {"fused": False, "differentiable": False, "capturable": _keeps_counters_on_device(group)}
-        group.update({name: value for name, value in settings.items() if name in group})
+        settings = {
+            "fused": False,
+            "differentiable": False,
+            "capturable": _keeps_counters_on_device(group),
+        }
+        for name, value in settings.items():
+            if name in group:
+                group[name] = value
     return clone
 
 
@@ -52,7 +65,8 @@ def _keeps_counters_on_device(group: Mapping[str, Any]) -> bool:
 
     On the CPU and on meta, capturable ones are refused.
     """
-    return _is_accelerated(group) and bool(group.get("fused") or group.get("capturable"))
+    on_device = group.get("fused") or group.get("capturable")
+    return _is_accelerated(group) and bool(on_device)
 
 
 def _is_accelerated(group: Mapping[str, Any]) -> bool:
@@ -87,6 +101,7 @@ def copy_on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
             return stand_ins[id(value)]
         return _on_meta(value)
 
+    # Groups and state refer to parameters, and are copied below, one by one.
     attributes = {name: value for name, value in vars(clone).items() if name not in GROWING}
     vars(moved).update(tree_map(on_meta, attributes))
     moved.param_groups = []
@@ -95,11 +110,13 @@ def copy_on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
         copied = {**tree_map(on_meta, settings)}
         copied["params"] = [stand_ins[id(parameter)] for parameter in group["params"]]
         if "foreach" in copied and copied["foreach"] is None:
-            # What torch decides by the device.
-            copied["foreach"] = all(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+            # torch decides by the device, which these parameters no longer show.
+            copied["foreach"] = _are_all_accelerated(group)
         if "capturable" in copied:
+            # Refused on meta.
             copied["capturable"] = False
         moved.param_groups.append(copied)
+    # An optimizer may ask for a state that is not there, as torch's own do for parameters without gradients.
     moved.state = defaultdict(dict)
     for key, state in clone.state.items():
         copied_state = tree_map(on_meta, state)
@@ -109,12 +126,17 @@ def copy_on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return moved
 
 
+def _are_all_accelerated(group: Mapping[str, Any]) -> bool:
+    return all(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
+
+
 def _stand_ins_on_meta(clone: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
     """Parameters on ``meta`` with gradients, by ``id`` of the copy's parameters."""
     stand_ins: dict[int, torch.Tensor] = {}
     for group in clone.param_groups:
         for parameter in group["params"]:
-            stand_in = nn.Parameter(_on_meta(parameter.detach()), requires_grad=parameter.requires_grad)
+            on_meta = _on_meta(parameter.detach())
+            stand_in = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
             _copy_marks(parameter, stand_in)
             if parameter.requires_grad:
                 stand_in.grad = torch.empty_like(stand_in)
@@ -138,8 +160,10 @@ def _late_step_like(number: Any) -> Any:
 def take_step(clone: torch.optim.Optimizer) -> None:
     """Take one step as the class defines it, without the wrapper that fires all optimizers' hooks."""
     step: Any = type(clone).step
+    # torch.optim wraps the step of every class, and the wrapper also records a range for profilers.
     if getattr(step, "hooked", False):
         step = step.__wrapped__
+    # A closure that must be given is called, and its loss may be compared: a number will do.
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         step(clone, _zero)

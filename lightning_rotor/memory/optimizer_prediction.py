@@ -79,9 +79,11 @@ def temporary_bytes_one_by_one(
     has_switch = all("foreach" in group for group in groups)
     if not has_switch or all(group["foreach"] is False for group in groups):
         return None
+    # LBFGS and fused kernels never look at it.
     if isinstance(optimizer, torch.optim.LBFGS) or _is_fused(optimizer):
         return None
-    return _take_dry_steps(optimizer, device, foreach=False).temporary_bytes
+    dry_steps = _take_dry_steps(optimizer, device, foreach=False)
+    return dry_steps.temporary_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +103,19 @@ def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | No
     if isinstance(optimizer, torch.optim.LBFGS):
         most_bytes = _lbfgs_vectors(optimizer).at_most * _vector_bytes(optimizer, device)
         return _DrySteps(_full_history_bytes(optimizer, device), most_bytes)
-    if device is not None and all(each.device.type == "cpu" for each in _parameters_of(optimizer)):
-        # All of the state is there, too, so that one prediction serves questions with a device and without.
-        device = None if torch.device(device).type == "cpu" else device
+    if device is not None and torch.device(device).type == "cpu":
+        on_host = all(parameter.device.type == "cpu" for parameter in _parameters_of(optimizer))
+        if on_host:
+            # All of the state is there, too, so that one prediction serves questions with a device and without.
+            device = None
     facts = _facts(optimizer, device)
     prediction = _predicted.get(optimizer)
     if prediction is None or not _holds(prediction, facts, optimizer, device):
         prediction = facts, _take_dry_steps(optimizer, device)
-    _predicted[optimizer] = facts, prediction[1]
-    return prediction[1]
+    # Under the facts of now, so that the next question compares with them, and does not count the state again.
+    _, dry_steps = prediction
+    _predicted[optimizer] = facts, dry_steps
+    return dry_steps
 
 
 def _holds(
@@ -119,10 +125,12 @@ def _holds(
     device: torch.device | str | None,
 ) -> bool:
     """True if nothing has changed that a prediction depends on, or steps have made the state that it has told."""
-    before, found = prediction
-    if before == facts:
+    facts_then, dry_steps = prediction
+    if facts_then == facts:
         return True
-    return before[:-1] == facts[:-1] and optimizer_state_bytes(optimizer, device) == found.state_bytes
+    # The last of the facts is how much state there is, which the first real step changes as predicted.
+    only_state_differs = facts_then[:-1] == facts[:-1]
+    return only_state_differs and optimizer_state_bytes(optimizer, device) == dry_steps.state_bytes
 
 
 def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
@@ -134,9 +142,12 @@ def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) 
                 settings.append((key, _fact(value)))
     parameters: list[tuple[Any, ...]] = []
     for parameter in _parameters_of(optimizer):
-        shape = parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout
-        parameters.append((id(parameter), *shape, *vars(parameter)))
-    return [str(device), settings, parameters, [len(state) for state in optimizer.state.values()]]
+        kind = parameter.shape, parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout
+        # Users put marks on parameters (``parameter.no_decay``), and some optimizers read them.
+        marks = vars(parameter)
+        parameters.append((id(parameter), *kind, *marks))
+    state_sizes = [len(state) for state in optimizer.state.values()]
+    return [str(device), settings, parameters, state_sizes]
 
 
 def _fact(value: Any) -> Any:
@@ -150,7 +161,10 @@ def _fact(value: Any) -> Any:
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
@@ -176,27 +190,33 @@ def _take_dry_steps(
 
     def take_steps() -> _DrySteps:
         nonlocal state_bytes
-        clone = fake_copy_of(
-            optimizer, mode, {id(parameter): stand_in_for(parameter, mode) for parameter in parameters}
-        )
+        stand_ins = {id(parameter): stand_in_for(parameter, mode) for parameter in parameters}
+        clone = fake_copy_of(optimizer, mode, stand_ins)
         if foreach is not None:
             for group in clone.param_groups:
                 group["foreach"] = foreach
         with mode, torch.no_grad(), AssumedValues(ASSUMED_NUMBER):
             take_step(clone)
+        # Told at once: if the second step fails, this is known all the same.
         state_bytes = optimizer_state_bytes(clone, device)
-        return _DrySteps(state_bytes, 0 if _is_fused(optimizer) else _allocated_in_a_step(clone, device))
+        temporary_bytes = 0
+        if not _is_fused(optimizer):
+            temporary_bytes = _allocated_in_a_step(clone, device)
+        return _DrySteps(state_bytes, temporary_bytes)
 
     try:
         with _mode_of(parameters) as mode, without_trace() as generators:
             return run_dry(take_steps, generators)
-    except Exception as error:  # whatever a step does that was written for real tensors
+    except Exception as error:
+        # Whatever a step does that was written for real tensors. A prediction must not end training.
         _log.debug("no dry step of %s: %s", type(optimizer).__name__, error)
     # The first dry step may have worked, and the second not.
     if state_bytes is None and optimizer.state:
         state_bytes = optimizer_state_bytes(optimizer, device)
     if state_bytes is None:
-        state_bytes = 2 * sum(dense_bytes(parameter, parameter.dtype) for parameter in _trained(optimizer, device))
+        # As much as Adam would keep.
+        trained = _trained(optimizer, device)
+        state_bytes = 2 * sum(dense_bytes(parameter, parameter.dtype) for parameter in trained)
     return _DrySteps(state_bytes, None)
 
 
@@ -211,9 +231,13 @@ def _mode_of(parameters: list[torch.Tensor]) -> AbstractContextManager[private.F
 
 def _allocated_in_a_step(clone: torch.optim.Optimizer, device: torch.device | str | None) -> int:
     """The most that a step allocates at once, by a copy without values whose state exists."""
-    kind = torch.device(device) if device is not None else _parameters_of(clone)[0].device
+    if device is not None:
+        real_device = torch.device(device)
+    else:
+        real_device = _parameters_of(clone)[0].device
     on_meta = copy_on_meta(clone)
-    allocations = StepAllocations(on_meta, kind)
+    # On meta, an operator takes a fraction of the time of one on fake tensors, and large models have thousands.
+    allocations = StepAllocations(on_meta, real_device)
     with torch.no_grad(), allocations:
         take_step(on_meta)
     return allocations.peak_bytes

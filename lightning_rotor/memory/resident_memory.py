@@ -70,6 +70,7 @@ class ResidentMemory:
         device: torch.device,
     ) -> ResidentMemory:
         """Count what is there, and predict what will be."""
+        # As many as there will be after a backward: limits must hold for later steps, too, and so for their plans.
         chain_gradient_bytes = held.gradient_bytes(target, device)
         optimizers = list(optimizers)
         state_bytes = sum(predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers)
@@ -101,7 +102,9 @@ class ResidentMemory:
     def budget(self, limit_bytes: int, *, correction_bytes: int = 0) -> Budget:
         """The rest, for the chain; ``correction_bytes`` were found to be used by something else (the loss, say)."""
         # Gradients that linger are gone when the new ones come, so the chain may take their place.
-        staying_gradient_bytes = 0 if self.gradients_linger else self.chain_gradient_bytes
+        staying_gradient_bytes = self.chain_gradient_bytes
+        if self.gradients_linger:
+            staying_gradient_bytes = 0
         parts = {
             "parameters": self.parameter_bytes + self.buffer_bytes,
             "optimizer state": self.optimizer_bytes,
@@ -112,12 +115,14 @@ class ResidentMemory:
             "the rest of the step": correction_bytes,
         }
         reserved_bytes = sum(parts.values())
+        # For the error alone, which names what takes something.
+        reserved_for = [f"{name} ({format_bytes(size)})" for name, size in parts.items() if size]
         return Budget(
             available_bytes=limit_bytes - reserved_bytes,
             gradients_exist=not self.gradients_linger,
             lingering_bytes=self.chain_gradient_bytes - staying_gradient_bytes,
             reserved_bytes=reserved_bytes,
-            reserved_for=", ".join(f"{name} ({format_bytes(size)})" for name, size in parts.items() if size),
+            reserved_for=", ".join(reserved_for),
         )
 
 

@@ -6,7 +6,7 @@ A step's variables hold there what the real ones would, so the life of each stor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -16,6 +16,9 @@ from lightning_rotor.memory.optimizer_copies import ASSUMED_NUMBER
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import plain_parts, tensors_in
 from lightning_rotor.profiling.assumed_values import AssumedValues
+
+_Storage: TypeAlias = tuple[StorageWeakRef, int]
+"""A storage, and its bytes."""
 
 
 class StepAllocations(AssumedValues):
@@ -31,17 +34,25 @@ class StepAllocations(AssumedValues):
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         super().__init__(ASSUMED_NUMBER)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters: list[torch.Tensor] = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         state = tensors_in(list(optimizer.state.values()))
         self._device = device
+        # A step may replace these by new ones, as some optimizers do with their state: then old and new are not both
+        # there. Weak references, so that following them keeps none alive.
         self._older = dict(self._storages([*parameters, *gradients, *state]))
         self._older_bytes = _level(self._older)
-        self._newer: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._newer: dict[int, _Storage] = {}
         self.peak_bytes = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         # torch raises another error for meta than for fake tensors.
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -60,9 +71,10 @@ class StepAllocations(AssumedValues):
             self.peak_bytes = max(self.peak_bytes, new_bytes - freed_bytes)
         return result
 
-    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, tuple[StorageWeakRef, int]]]:
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, _Storage]]:
         """Storages under tensors on the device, by identity, with their bytes."""
         for tensor in tensors:
+            # Step counters lie on the host, and count where that is asked for.
             if not (tensor.is_meta or is_on(tensor.device, self._device)):
                 continue
             for part in plain_parts(tensor):
@@ -71,9 +83,13 @@ class StepAllocations(AssumedValues):
                 yield private.identity_of(storage), (StorageWeakRef(storage), size_bytes)
 
 
-def _alive(storages: dict[int, tuple[StorageWeakRef, int]]) -> dict[int, tuple[StorageWeakRef, int]]:
-    return {identity: storage for identity, storage in storages.items() if not storage[0].expired()}
+def _alive(storages: dict[int, _Storage]) -> dict[int, _Storage]:
+    alive = {}
+    for identity, (reference, size_bytes) in storages.items():
+        if not reference.expired():
+            alive[identity] = reference, size_bytes
+    return alive
 
 
-def _level(storages: dict[int, tuple[StorageWeakRef, int]]) -> int:
+def _level(storages: dict[int, _Storage]) -> int:
     return sum(size_bytes for _, size_bytes in storages.values())

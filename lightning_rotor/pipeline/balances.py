@@ -29,7 +29,8 @@ def balance_by_time(module: nn.Module | Chain, sample: Any = None, *, partitions
         >>> balance_by_time(model, torch.rand(16, 3, 224, 224), partitions=4)  # doctest: +SKIP
         [21, 18, 18, 16]
     """
-    return least_largest(stage_seconds(_chain_of(module, sample)), partitions)
+    chain = _chain_of(module, sample)
+    return least_largest(stage_seconds(chain), partitions)
 
 
 def balance_by_size(
@@ -45,7 +46,8 @@ def balance_by_size(
         partitions: How many parts.
         param_scale: Bytes for each byte of trained parameters: 2 with its gradient (SGD), 3 with momentum, 4 for Adam.
     """
-    return least_largest(stage_bytes(_chain_of(module, sample), param_scale), partitions)
+    chain = _chain_of(module, sample)
+    return least_largest(stage_bytes(chain, param_scale), partitions)
 
 
 def _chain_of(module: nn.Module | Chain, sample: Any) -> Chain:
@@ -53,6 +55,11 @@ def _chain_of(module: nn.Module | Chain, sample: Any) -> Chain:
         return module
     if sample is None:
         raise SampleError("the sample is missing: expected an input of the module, such as a micro-batch")
-    args = sample if isinstance(sample, tuple) and not isinstance(module, nn.Sequential) else (sample,)
+    # A Sequential's forward takes one argument, so a tuple is that argument.
+    if isinstance(sample, tuple) and not isinstance(module, nn.Sequential):
+        args = sample
+    else:
+        args = (sample,)
     cut = sequentialize(module, args)
-    return profile_chain(cut.stages, cut.bind(args, {})).chain
+    profile = profile_chain(cut.stages, cut.bind(args, {}))
+    return profile.chain

@@ -46,20 +46,25 @@ class BatchStatistics:
         counts: dict[nn.Module, float] = {}
 
         def note_count(layer: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-            counts[layer] = given[0].numel() / given[0].shape[1]
+            (values, *_) = given
+            # By channel, dimension 1: all samples and places of an image.
+            counts[layer] = values.numel() / values.shape[1]
 
         with ExitStack() as undo:
             for layer in active:
                 if layer not in self._before:
                     self._before[layer] = [buffer.clone() for buffer in _buffers(layer)]
-                undo.callback(layer.register_forward_pre_hook(note_count).remove)
+                hook = layer.register_forward_pre_hook(note_count)
+                undo.callback(hook.remove)
                 undo.callback(setattr, layer, "momentum", layer.momentum)
                 # With this momentum the layer leaves the micro-batch's own statistics.
                 layer.momentum = 1.0
             yield
+        # Behind the context, so that a forward which raises leaves no statistics.
         for layer in active:
             mean, variance, _ = _buffers(layer)
-            statistics = _Statistics(counts.get(layer, 0.0), mean.clone(), variance.clone())
+            count = counts.get(layer, 0.0)
+            statistics = _Statistics(count, mean.clone(), variance.clone())
             self._seen.setdefault(layer, []).append(statistics)
             if last:
                 _update(layer, self._before.pop(layer), self._seen.pop(layer))
@@ -84,10 +89,13 @@ def _update(layer: BatchNorm, before: Sequence[torch.Tensor], seen: Sequence[_St
         squares = squares + ((count - 1) * own_variance + count * (own_mean - mean) ** 2)
     variance = squares / max(total - 1, 1)
 
-    # Without a momentum, torch keeps the mean of all batches.
-    momentum = 1 / float(batches + 1) if layer.momentum is None else layer.momentum
+    momentum = layer.momentum
+    if momentum is None:
+        # Then torch keeps the mean of all batches.
+        momentum = 1 / float(batches + 1)
     mean_buffer, variance_buffer, count_buffer = _buffers(layer)
-    for buffer, old, new in ((mean_buffer, old_mean, mean), (variance_buffer, old_variance, variance)):
+    changes = (mean_buffer, old_mean, mean), (variance_buffer, old_variance, variance)
+    for buffer, old, new in changes:
         # By .data, since micro-batches in flight saved the buffer: autograd would take their backward for impossible.
         buffer.data.copy_(old + momentum * (new - old))
     count_buffer.copy_(batches + 1)

@@ -32,7 +32,8 @@ class DeviceLevels:
     def __init__(self, order: Integers, lingering: Integers | None = None, *, micro_batches: int) -> None:
         stages, stage = np.unique(order[:, 0], return_inverse=True)
         self.stages: list[int] = stages.tolist()
-        count, rows, number = len(order), np.arange(len(order)), order[:, 2]
+        count, rows = len(order), np.arange(len(order))
+        number = order[:, 2]
         is_forward = order[:, 1] == WORKS.index("forward")
         is_last = (number == micro_batches - 1).astype(np.int64)
         until = rows if lingering is None else lingering
@@ -40,19 +41,22 @@ class DeviceLevels:
         # The row of a micro-batch's forward in a stage.
         forward_of = np.zeros((len(stages), micro_batches), np.int64)
         forward_of[stage[is_forward], number[is_forward]] = rows[is_forward]
+        own_forward = forward_of[stage[backward], number[backward]]
 
         # What each action brings and takes away.
         changes = np.zeros((count, len(stages), _COLUMNS), np.int64)
         changes[rows, stage, is_last] = np.where(is_forward, 1, -1)
-        outputs_end = until[forward_of[stage[backward], number[backward]]]
-        for column, end in ((_OUTPUTS, outputs_end), (_INPUT_GRADIENTS, until[backward])):
+        # Both begin to linger with the backward, but an output ends where its forward's message is let go.
+        lingering_ends = (_OUTPUTS, until[own_forward]), (_INPUT_GRADIENTS, until[backward])
+        for column, end in lingering_ends:
             # What lingers of a micro-batch begins when its backward is done: before, it is in flight.
             lingers = end > backward
             owners = stage[backward[lingers]]
             changes[backward[lingers], owners, column] += 1
             # Several may end at once, and ``-=`` would count one of them.
             np.add.at(changes[..., column], (end[lingers], owners), -1)
-        first_backward = backward[np.unique(stage[backward], return_index=True)[1]]
+        _, firsts = np.unique(stage[backward], return_index=True)
+        first_backward = backward[firsts]
         changes[first_backward, stage[first_backward], _GRADIENTS] = 1
 
         after = np.cumsum(changes, axis=0)
@@ -68,14 +72,17 @@ class DeviceLevels:
 
     def peak_bytes(self, loads: Loads, results_bytes: int = 0) -> int:
         """Most bytes that the device holds."""
+        # Behind the step, gradients wait for the optimizer, beside results for everybody.
         behind_bytes = results_bytes
         for stage in self.stages:
-            behind_bytes += loads[stage].static_bytes + loads[stage].gradient_bytes
+            load = loads[stage]
+            behind_bytes += load.static_bytes + load.gradient_bytes
         most_bytes, _ = self.levels(loads)
         return max(behind_bytes, int(most_bytes.max(initial=0)))
 
     def levels(self, loads: Loads) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """By action, the most that the device holds during it, and what it holds afterwards."""
+        # In the order of the matrix's columns, and of the places in ``_own``.
         own: list[int] = []
         sizes: list[int] = []
         static_bytes = 0
@@ -87,6 +94,7 @@ class DeviceLevels:
             sizes += [micro_batch.held_bytes for micro_batch in load.both]
             sizes += [load.output_bytes, load.input_gradient_bytes, load.gradient_bytes]
         column = np.array(sizes, np.int64)
+        own_peaks = np.array(own, np.int64)[self._own]
         after = static_bytes + self._after @ column
-        peaks = static_bytes + np.array(own, np.int64)[self._own] + self._meanwhile @ column
+        peaks = static_bytes + own_peaks + self._meanwhile @ column
         return np.maximum(peaks, after), after

@@ -54,7 +54,10 @@ class Layout:
     def of(cls, values: Sequence[Any], where: str, *, sizes: bool = False) -> Layout:
         """Layout of tensors, Nones and, with ``sizes``, sizes; refuses other values."""
         leaves, spec = tree_flatten(list(values))
-        can_be_sent = (torch.Tensor, int, type(None)) if sizes else (torch.Tensor, type(None))
+        # Sizes stay where they are: the receiver's layout has them already.
+        can_be_sent: tuple[type, ...] = (torch.Tensor, type(None))
+        if sizes:
+            can_be_sent += (int,)
         odd_types = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, can_be_sent)]
         if odd_types:
             raise PipelineError(
@@ -65,12 +68,15 @@ class Layout:
         metas = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                metas.append(TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad))
+                # Gradients are sent back only for tensors that ask for one, and the receiver must know that, too.
+                meta = TensorMeta(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+                metas.append(meta)
         return cls(spec, tuple(map(_place, leaves)), tuple(metas))
 
     def flat(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """Tensors in some values; refuses those that nest otherwise."""
         leaves, spec = tree_flatten(list(values))
+        # Sizes are compared as well: they are not sent, so another size would be lost without a word.
         if spec != self.spec or tuple(map(_place, leaves)) != self.leaves:
             raise PipelineError(
                 f"what a pipeline stage makes changed from {self.spec} to {spec}: expected outputs that nest alike in "
@@ -99,7 +105,10 @@ class Layout:
 
     def gradient_buffers(self, device: torch.device) -> Gradients:
         """Uninitialized gradients; None where there is none."""
-        return tuple(meta.buffer(device) if meta.requires_grad else None for meta in self.metas)
+        gradients: list[torch.Tensor | None] = []
+        for meta in self.metas:
+            gradients.append(meta.buffer(device) if meta.requires_grad else None)
+        return tuple(gradients)
 
 
 def _place(leaf: Any) -> Any:
@@ -108,4 +117,5 @@ def _place(leaf: Any) -> Any:
         return _TENSOR
     if leaf is None:
         return None
+    # A tuple of one, which no number can be taken for: True is a tensor, and True == 1.
     return (leaf,)

@@ -59,14 +59,18 @@ def with_seeds(stages: Sequence[Stage], chain: Chain) -> tuple[Stage, ...]:
     """Stages of a chain; those that may draw random numbers get numbers of their own."""
     running = []
     for place, (stage, cost) in enumerate(zip(stages, chain, strict=True)):
+        # A stage that draws nothing needs no seed, and setting one takes the host's time in every forward.
         running.append(_with_seed(stage, place) if cost.draws_random else stage)
     return tuple(running)
 
 
 def _with_seed(stage: Stage, place: int) -> Stage:
+    # The wrapper runs the user's modules with their own wiring; outside it is one function of the stage's values.
+    seeded_stage = _SeededStage(replace(stage, variants=()), place)
+    variants = [_SeededStage(variant, place) for variant in stage.variants]
     return replace(
         stage,
-        modules=(_SeededStage(replace(stage, variants=()), place),),
+        modules=(seeded_stage,),
         wiring=Wiring.of([stage.wiring.wire], stage.writes),
-        variants=tuple(_SeededStage(variant, place) for variant in stage.variants),
+        variants=tuple(variants),
     )

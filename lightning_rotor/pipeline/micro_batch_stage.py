@@ -52,19 +52,29 @@ class MicroBatchStage(PipelineStage):
         # No metadata, so torch makes no buffers. Without the argument it would run the user's modules on garbage.
         nothing = (torch.empty(0, device="meta"),)
         super().__init__(
-            part, part.number, stages, device, input_args=nothing, output_args=nothing, group=processes.group
+            part,
+            part.number,
+            stages,
+            device,
+            input_args=nothing,
+            output_args=nothing,
+            group=processes.group,
         )
         self.has_backward = part.step.trains
         self._takes = [layout[part.number] for layout in part.step.layouts]
         self.inputs: list[Tensors] = []
+        # The first stage's inputs come from the runner.
         if not self.is_first:
             self.inputs = [layout.buffers(device) for layout in self._takes]
         self.output_gradients: dict[int, Gradients] = {}
         if self.has_backward and not self.is_last:
-            for micro_batch, layout in enumerate(part.step.layouts):
-                self.output_gradients[micro_batch] = layout[part.number + 1].gradient_buffers(device)
+            for micro_batch, layouts in enumerate(part.step.layouts):
+                given = layouts[part.number + 1]
+                self.output_gradients[micro_batch] = given.gradient_buffers(device)
         self.in_flight: dict[int, tuple[Tensors, Tensors]] = {}
+        # Of backwards that are done, until they are sent or taken.
         self._input_gradients: dict[int, Gradients] = {}
+        # Sends that torch's loops may still hold.
         self._launched: list[dist.P2POp] = []
 
     def clear_runtime_states(self) -> None:
@@ -72,6 +82,7 @@ class MicroBatchStage(PipelineStage):
         super().clear_runtime_states()
         self.in_flight.clear()
         self._input_gradients.clear()
+        # Those of the last stage come from user code, for one step. Elsewhere they are buffers for the next step, too.
         if self.is_last:
             self.output_gradients.clear()
 
@@ -89,6 +100,7 @@ class MicroBatchStage(PipelineStage):
         trains = self.has_backward and torch.is_grad_enabled()
         inputs = self.inputs[fwd_chunk_id]
         for tensor, meta in zip(inputs, self._takes[fwd_chunk_id].metas, strict=True):
+            # A leaf of this process's graph: its ``grad`` is what goes back to the stage before.
             tensor.requires_grad_(meta.requires_grad and trains)
         outputs: Tensors = self.submod(*inputs, micro_batch=fwd_chunk_id)
         self.in_flight[fwd_chunk_id] = inputs, outputs
@@ -99,13 +111,16 @@ class MicroBatchStage(PipelineStage):
         if self.is_last:
             return []
         _, outputs = self.in_flight[fwd_chunk_id]
-        return self._sending(tuple(tensor.detach() for tensor in outputs), self.stage_index + 1)
+        # Detached: a message that held the graph would keep all of this stage's activations alive.
+        sent = tuple(tensor.detach() for tensor in outputs)
+        return self._sending(sent, self.stage_index + 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Operations that receive the gradients of a forward's outputs."""
         if self.is_last or not self.has_backward:
             return []
-        return self._operations(dist.irecv, self.output_gradients[bwd_chunk_id], self.stage_index + 1)
+        buffers = self.output_gradients[bwd_chunk_id]
+        return self._operations(dist.irecv, buffers, self.stage_index + 1)
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *_: Any, **__: Any) -> None:
         """Run the backward of a micro-batch."""
@@ -128,13 +143,15 @@ class MicroBatchStage(PipelineStage):
         """Operations that send the gradients of a forward's inputs."""
         if self.is_first or not self.has_backward:
             return []
-        return self._sending(self.get_local_bwd_output(bwd_chunk_id), self.stage_index - 1)
+        gradients = self.get_local_bwd_output(bwd_chunk_id)
+        return self._sending(gradients, self.stage_index - 1)
 
     def get_local_bwd_output(self, mb_index: int) -> Gradients:
         """Gradients of a forward's inputs, once its backward is done; None for inputs without one."""
         gradients: list[torch.Tensor | None] = []
         metas = self._takes[mb_index].metas
-        for meta, gradient in zip(metas, self._input_gradients.pop(mb_index), strict=True):
+        own_gradients = self._input_gradients.pop(mb_index)
+        for meta, gradient in zip(metas, own_gradients, strict=True):
             if meta.requires_grad and gradient is None:
                 # The stage before waits for a message, also where this one has not used its output.
                 gradients.append(meta.buffer(self.device).zero_())
@@ -144,6 +161,7 @@ class MicroBatchStage(PipelineStage):
 
     def set_local_fwd_input(self, prev_stage_outputs: Tensors, mb_index: int) -> None:
         """Take the outputs of the stage before, on the same device."""
+        # Detached, as what is received is, so that the backward ends here and the gradient goes the schedule's way.
         self.inputs[mb_index] = tuple(tensor.detach() for tensor in prev_stage_outputs)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:

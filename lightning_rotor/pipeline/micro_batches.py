@@ -48,10 +48,14 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     for end, size in zip(ends, sizes, strict=True):
         part = []
         for leaf in leaves:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == ends[-1]
-            part.append(leaf[end - size : end] if has_rows else leaf)
+            part.append(leaf[end - size : end] if _has_rows(leaf, ends[-1]) else leaf)
         parts.append(tree_unflatten(part, spec))
     return parts
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    """True for a tensor with a row for each sample."""
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and len(leaf) == rows
 
 
 def largest_part(batch: Any, micro_batches: int) -> Any:
@@ -63,10 +67,14 @@ def join(parts: Sequence[Any], sizes: Sequence[int] = ()) -> Any:
     """Output of the batch from those of micro-batches; with ``sizes``, scalars become their mean by rows."""
     if len(parts) == 1:
         return parts[0]
-    flattened = [tree_flatten(part) for part in parts]
-    spec = flattened[0][1]
-    columns = zip(*(leaves for leaves, _ in flattened), strict=True)
-    return tree_unflatten([_joined(column, sizes) for column in columns], spec)
+    # Micro-batches of a call nest alike: layouts refuse others before.
+    leaves_of_parts = []
+    for part in parts:
+        leaves, spec = tree_flatten(part)
+        leaves_of_parts.append(leaves)
+    columns = zip(*leaves_of_parts, strict=True)
+    joined = [_joined(column, sizes) for column in columns]
+    return tree_unflatten(joined, spec)
 
 
 def _joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -78,6 +86,7 @@ def _joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
         return torch.cat(list(column))
     if sizes and leaf.is_floating_point():
         return mean_by_rows(column, sizes)
+    # A whole number is a count or a size: its mean would be none.
     return leaf
 
 

@@ -88,27 +88,40 @@ class Part(nn.Module):
         first, last = run
         end = last + 1
         self.number = number
+        # The runner sets it before each step.
         self.step = Step()
         # By micro-batch, the outputs; None where nobody asks for them.
         self.outputs: dict[int, list[torch.Tensor]] | None = None
         self.stages = tuple(stages[first:end])
         self._states = tuple(states[first:end])
-        # Seeds count places in the whole chain, so that another partition draws the same numbers.
-        self._running = self.stages if chain is None else with_seeds(stages, chain)[first:end]
+        self._running = self.stages
+        if chain is not None:
+            # Seeds count places in the whole chain, so that another partition draws the same numbers.
+            self._running = with_seeds(stages, chain)[first:end]
 
         self._takes = crossing(stages, first)
         self._gives = crossing(stages, end)
+        # What only passes by is no result: schedules would hold it, and it lies in its receive buffer anyway.
         self._made = tuple(value for value in self._gives if value not in self._takes)
-        wiring = Wiring.of((stage.wiring.wire for stage in self.stages), self._made)
+        wires = [stage.wiring.wire for stage in self.stages]
+        wiring = Wiring.of(wires, self._made)
         functions = [partial(run_stage, stage) for stage in self._running]
         # A wire names the values that a function takes and makes.
         self._plainly = wiring.wire, partial(wiring.run, functions=functions)
+        # For usual micro-batches, and for the last one: of one plan, both are it.
         executors = [self._executor(plan) for plan in plans]
         self._planned = [(executor.wire, executor) for executor in executors]
-        self._statistics = BatchStatistics(self._modules_inside() if defers else [])
+        # Without layers to look after, the context of a micro-batch does nothing.
+        deferring: list[nn.Module] = []
+        if defers:
+            deferring = self._modules_inside()
+        self._statistics = BatchStatistics(deferring)
 
     def _modules_inside(self) -> list[nn.Module]:
-        return [module for stage in self.stages for _, module in stage.submodules()]
+        modules = []
+        for stage in self.stages:
+            modules += [module for _, module in stage.submodules()]
+        return modules
 
     def _executor(self, plan: StagePlan) -> Executor:
         stages, states = self._running, self._states
@@ -127,14 +140,17 @@ class Part(nn.Module):
         # The executor decides how long the inputs live.
         del tensors
         with ExitStack() as contexts:
+            # Draws of the host's generators, such as NumPy's, stay the user's: the other processes do not share them.
             contexts.enter_context(seeded(mixed(self.step.seed, micro_batch), host=False))
             if torch.is_grad_enabled():
                 contexts.enter_context(self.step.context())
                 contexts.enter_context(self._statistics.micro_batch(last=last))
             values = self.run(values, last=last)
         # Messages are sent from contiguous memory.
-        made = tuple(tensor.contiguous() for tensor in layouts[self.number + 1].flat(values))
+        flat_values = layouts[self.number + 1].flat(values)
+        made = tuple(tensor.contiguous() for tensor in flat_values)
         if self.outputs is not None:
+            # Detached: the graph is the schedule's, and everybody is given outputs behind the backward.
             self.outputs[micro_batch] = [tensor.detach() for tensor in made]
         return made
 
@@ -149,6 +165,7 @@ class Part(nn.Module):
         value_of = dict(zip(self._takes, values, strict=True))
         del values
         wire, run = self._way(last=last)
-        made = run(packed([value_of[number] for number in wire.reads]))
-        value_of.update(zip(wire.writes, unpacked(made, len(wire.writes)), strict=True))
+        inputs = [value_of[number] for number in wire.reads]
+        outputs = unpacked(run(packed(inputs)), len(wire.writes))
+        value_of.update(zip(wire.writes, outputs, strict=True))
         return [value_of[number] for number in self._gives]

@@ -1,6 +1,6 @@
 """A pipeline in a plain loop, without Lightning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import bytes_around, kept_bytes, tensors_of
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, share_start
 from lightning_rotor.private.values import call_with
+from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import parse_limit
 
 
@@ -58,28 +59,43 @@ class Pipeline:
                 "there is no process group: expected torch.distributed.init_process_group() before, in a script that "
                 "torchrun --nproc-per-node=N starts"
             )
-        self._model, self._steps = model or module, 0
-        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-        processes, chosen, limit = PipelineProcesses(device), PipelineOptions(**options), parse_limit(mem_limit)
+        self._model = model or module
+        self._steps = 0
+        device = torch.device("cpu")
+        for parameter in module.parameters():
+            device = parameter.device
+            break
+        processes = PipelineProcesses(device)
+        pipeline_options = PipelineOptions(**options)
+        # Refused before anything is sent, where it is no limit.
+        limit = parse_limit(mem_limit)
         share_start(self._model, processes)
-        call, memory_bytes = call_with(sample), None
+        call = call_with(sample)
+        memory_bytes = None
         if limit is not None:
             around = bytes_around(self._model, module, call, optimizer_scale)
             memory_bytes = resolve_limit(limit, device) - around
+
+        def state_bytes(stages: Sequence[Stage]) -> list[int]:
+            return [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages]
+
         self._cut = pipelined(
             self._model,
             module,
-            largest_part(call, chosen.micro_batches),
-            options=chosen,
+            # Measured on the largest, so that all others fit.
+            largest_part(call, pipeline_options.micro_batches),
+            options=pipeline_options,
             memory_bytes=memory_bytes,
-            state_bytes=lambda stages: [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages],
+            state_bytes=state_bytes,
             processes=processes,
         )
-        self.partition, self._cut.caller = self._cut.partition, "the function given to Pipeline.step"
+        self.partition = self._cut.partition
+        self._cut.caller = "the function given to Pipeline.step"
         self._cut.start()
 
     def parameters(self) -> list[nn.Parameter]:
         """Parameters that this process trains, for its optimizer."""
+        # Those of other processes are on meta, without values.
         return [parameter for parameter in self._model.parameters() if not parameter.is_meta]
 
     def step(self, run: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
@@ -94,9 +110,13 @@ class Pipeline:
         Raises:
             PipelineError: ``run`` does not return a loss, or does not call the module once.
         """
+        # Its number is a part of the step's seeds, so that no two steps draw the same numbers.
+        number = self._steps
         self._steps += 1
+        # Each process may have another batch, from a loader of its own.
         batch = first(batch)
-        return self._cut.train(lambda part: run(*part), batch, number=self._steps - 1)[1]
+        _, loss = self._cut.train(lambda part: run(*part), batch, number=number)
+        return loss
 
     def clip_by_norm(self, limit: float) -> torch.Tensor:
         """Clip gradients by the norm that they have over all processes, and return that norm."""

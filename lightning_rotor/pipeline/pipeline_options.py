@@ -31,7 +31,9 @@ class PipelineOptions:
     deferred_batch_norm: bool = False
 
     def __post_init__(self) -> None:
+        # For one device and one stage: how many there are is not known before the processes are.
         check_numbers(self.schedule, 1, self.micro_batches, 1)
         check_recompute(self.recompute)
+        # Numbers are checked against the chain's stages, once there is a chain.
         if isinstance(self.balance, str) and self.balance != "auto":
             raise PipelineError(f'balance is {self.balance!r}: expected "auto" or numbers such as [3, 4, 2]')

@@ -70,6 +70,7 @@ class PipelineSimulation:
         """Part of all devices' time spent waiting: 0.25 is a quarter."""
         total = self.seconds * len(self.events)
         if not total:
+            # A chain of measured zeros: nothing is waited for.
             return 0.0
         busy = 0.0
         for events in self.events:
@@ -92,15 +93,20 @@ def simulate_pipeline(
     seconds = simulator.step_seconds(loads, times)
     events_by_device, peaks = [], []
     for device, own_order in enumerate(order):
-        memory = DeviceLevels(own_order, lingering[device] if lingering else None, micro_batches=micro_batches)
+        # Without a schedule of torch in mind, nothing lingers.
+        own_lingering = lingering[device] if lingering else None
+        memory = DeviceLevels(own_order, own_lingering, micro_batches=micro_batches)
         peaks.append(memory.peak_bytes(loads, results_bytes))
-        columns = [column.tolist() for column in (*times[:, device], *memory.levels(loads))]
+        peak_bytes, after_bytes = memory.levels(loads)
+        starts, ends = times[:, device].tolist()
+        rows = zip(actions(own_order), starts, ends, peak_bytes.tolist(), after_bytes.tolist(), strict=True)
         events = []
-        for action, start, end, peak, after in zip(actions(own_order), *columns, strict=True):
+        for action, start, end, peak, after in rows:
             recompute_seconds = 0.0
             if action.work == "backward":
                 is_last = action.micro_batch == micro_batches - 1
                 recompute_seconds = loads[action.stage].both[is_last].recompute_seconds
-            events.append(PipelineEvent(device, action, start, end, recompute_seconds, peak, after))
+            event = PipelineEvent(device, action, start, end, recompute_seconds, peak, after)
+            events.append(event)
         events_by_device.append(tuple(events))
     return PipelineSimulation(seconds, tuple(events_by_device), tuple(peaks))

@@ -83,6 +83,7 @@ def pipelined(
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
     placement = Placement(model, pieces, processes)
+    # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
     parts = [_training_part(number, profile, chain, plan, options) for number in own_numbers]
     runner = evaluation = PipelineRunner(module, training, parts, plan, processes)
@@ -93,6 +94,7 @@ def pipelined(
         parts = [Part(number, cut.stages, runs[number]) for number in own_numbers]
         evaluation = PipelineRunner(module, cut, parts, plan, processes)
     _log.info("%s: %s", type(module).__name__, plan.summary())
+    # Now, before weights are given up: an error then leaves the module as it was.
     runner.check(call)
     return PipelinedModule(model, module, placement, runner, evaluation)
 
@@ -118,10 +120,15 @@ def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
     """``PipelineError`` if one part sets a global variable that another one reads: each process has its own."""
     codes_by_part = []
     for piece in pieces:
-        modules = [module for stage in piece for _, module in stage.submodules()]
+        modules: list[nn.Module] = []
+        for stage in piece:
+            modules += [module for _, module in stage.submodules()]
         codes_by_part.append(list(code_of(modules)))
     for number, codes in enumerate(codes_by_part):
-        others = [code for other, part in enumerate(codes_by_part) if other != number for code in part]
+        others: list[FunctionType] = []
+        for other, part in enumerate(codes_by_part):
+            if other != number:
+                others += part
         read_elsewhere = _globals_read(others)
         for code in codes:
             for name in globals_of(code.__code__, only_set=True):
@@ -148,8 +155,10 @@ def cut_for_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(cut, GraphCut):
         call = args, kwargs
         # A second recording, with one more row, tells which sizes follow from the number of rows.
-        one_row = split(call, (1, rows_in(call) - 1))[0]
+        rows_behind = rows_in(call) - 1
+        one_row, _ = split(call, (1, rows_behind))
         one_more = join([call, one_row])
+        # If it is refused, the first one still holds for its own number of rows.
         with suppress(ModelError):
             cut_graph(module, *one_more, known=[cut])
         if cut.bind(args, kwargs) is None:
@@ -171,13 +180,16 @@ def _partition(
     if processes.replicas is not None:
         # All copies wait for the slowest, and have one partition, which must fit the smallest.
         told = told_by_all(own_seconds, processes.replicas)
-        own_seconds = [max(column) for column in zip(*told, strict=True)]
+        own_seconds = [max(seconds) for seconds in zip(*told, strict=True)]
         if memory_bytes is not None:
             memory_bytes = min(told_by_all(memory_bytes, processes.replicas))
     speeds = speeds_beside_first(told_by_all(own_seconds, processes.group))
+    memories = told_by_all(memory_bytes, processes.group)
     devices = []
-    for memory, speed in zip(told_by_all(memory_bytes, processes.group), speeds, strict=True):
-        devices.append(PipelineDevice(None if memory is None else max(memory, 0), speed))
+    for memory, speed in zip(memories, speeds, strict=True):
+        # What is around the stages may take more than the limit. Then nothing is left, and the search says so.
+        left = None if memory is None else max(memory, 0)
+        devices.append(PipelineDevice(left, speed))
     answer: Partition | RotorError | None = None
     if dist.get_rank() == 0:
         try:
@@ -223,6 +235,7 @@ def _runs_in_evaluation(
             number_in_training[stage.name] = number
 
     parts = len(plan.choices)
+    # Values go from stage to stage in one direction only, so numbers never fall along the chain.
     at = 0
     numbers = []
     for place, (stage, owners) in enumerate(zip(stages, owners_by_place, strict=True)):
@@ -236,8 +249,9 @@ def _runs_in_evaluation(
             number = max(owners)
         else:
             # Not behind the place of weights that come later in the chain.
-            later = [owner for later_owners in owners_by_place[place:] for owner in later_owners]
-            number = min(number_in_training.get(stage.name, at), min(later, default=parts - 1))
+            later: set[int] = set().union(*owners_by_place[place:])
+            number = number_in_training.get(stage.name, at)
+            number = min(number, min(later, default=parts - 1))
         at = max(at, number)
         numbers.append(at)
     missing = sorted(set(range(parts)) - set(numbers))
@@ -246,11 +260,16 @@ def _runs_in_evaluation(
             f"in evaluation nothing is left for pipeline stages {missing}: expected a balance in which every stage has "
             "weights, such as one with fewer, larger stages"
         )
-    starts = [*map(numbers.index, range(parts)), len(stages)]
-    return [(starts[number], starts[number + 1] - 1) for number in range(parts)]
+    ends = [*map(numbers.index, range(1, parts)), len(stages)]
+    firsts = [0, *ends[:-1]]
+    return [(first_stage, end - 1) for first_stage, end in zip(firsts, ends, strict=True)]
 
 
 def _owners_of(stage: Stage, placement: Placement) -> set[int]:
     """Pipeline stages that have tensors of a stage."""
-    numbers = (placement.stage_of(tensor) for tensor in tensors_of(stage))
-    return {number for number in numbers if number is not None}
+    owners = set()
+    for tensor in tensors_of(stage):
+        number = placement.stage_of(tensor)
+        if number is not None:
+            owners.add(number)
+    return owners

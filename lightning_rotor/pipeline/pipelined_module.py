@@ -95,24 +95,29 @@ class PipelinedModule:
         ``run`` is user code that calls the module once. Every process runs all of it, so gradients outside are alike.
         """
         sizes = self.sizes(batch)
+        # A mean over the batch is the mean of micro-batches weighted by their rows.
         shares = [size / sum(sizes) for size in sizes]
         outside_learns = any(tensor.requires_grad for tensor in outside(self._model, self.module))
         seed = mixed(self._seed, number)
+        device = self.processes.device
         calls = []
         for place, part in enumerate(split(batch, sizes)):
-            calls.append(PausedCall(partial(run, part), place, self.processes.device, seed=seed, what=self.caller))
+            code = partial(run, part)
+            calls.append(PausedCall(code, place, device, seed=seed, what=self.caller))
         results: dict[int, Any] = {}
 
         def loss(output: Any, place: int) -> torch.Tensor:
             results[place] = calls[place].resume(output)
-            return self._loss_of(results[place]) * (scale * sizes[place] / sum(sizes))
+            own_scale = scale * sizes[place] / sum(sizes)
+            return self._loss_of(results[place]) * own_scale
 
         try:
             arguments = [call.start() for call in calls]
             # A recording holds for calls under the same autocast.
             with calls[0].context.restored():
                 inputs = self.runner.inputs(arguments)
-            outputs, gradients = self.runner.run(inputs, loss, seed=seed, context=calls[0].context)
+            settings = calls[0].context
+            outputs, gradients = self.runner.run(inputs, loss, seed=seed, context=settings)
             for place, output in enumerate(outputs):
                 # The last stage's process has run this code in the schedule.
                 if place in results:
@@ -120,9 +125,11 @@ class PipelinedModule:
                 if outside_learns:
                     output = tree_map_only(torch.Tensor, _asking_for_gradients, output)
                 value = loss(output, place)
+                # For what is behind the module: each process has its own copy of that, and none is sent its gradient.
                 if outside_learns and value.requires_grad:
                     value.backward()
         finally:
+            # A thread that waits would keep the user's objects alive for ever.
             for call in calls:
                 call.abandon()
         # What user code computes before the module.
@@ -135,7 +142,9 @@ class PipelinedModule:
 
     def _loss_of(self, result: Any) -> torch.Tensor:
         """The loss in what user code returned."""
-        loss = result.get("loss") if isinstance(result, Mapping) else result
+        loss = result
+        if isinstance(result, Mapping):
+            loss = result.get("loss")
         if not isinstance(loss, torch.Tensor):
             raise PipelineError(
                 f"{self.caller} returned {type(result).__name__} without a loss: expected a tensor, or a dict with a "

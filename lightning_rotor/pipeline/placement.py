@@ -45,19 +45,26 @@ class Placement:
         self._device, self._group = processes.device, processes.group
         self._rank, self._size = processes.rank, processes.size
         self._stage_of = _stages_of_tensors(model, stages)
+        # In the modules' own tables: names, shapes and order of parameters stay those of the whole model.
         self._slots: list[_Slot] = []
         for module in model.modules():
             for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    owner = self._owner_of(tensor)
-                    if tensor is not None and owner is not None:
-                        self._slots.append(_Slot(table, name, tensor, owner))
+                self._slots += self._slots_in(table)
         # By key of the state_dict.
         self._owner_by_name: dict[str, int] = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             owner = self._owner_of(tensor)
             if owner is not None:
                 self._owner_by_name[name] = owner
+
+    def _slots_in(self, table: dict[str, Any]) -> list[_Slot]:
+        """Slots of a module's table for tensors that one process has."""
+        slots = []
+        for name, tensor in table.items():
+            owner = self._owner_of(tensor)
+            if tensor is not None and owner is not None:
+                slots.append(_Slot(table, name, tensor, owner))
+        return slots
 
     def stage_of(self, tensor: torch.Tensor) -> int | None:
         """Pipeline stage of a tensor of the model; None is outside."""
@@ -66,12 +73,15 @@ class Placement:
     def _owner_of(self, tensor: Any) -> int | None:
         """The process that has a tensor; None if all have it."""
         stage = self._stage_of.get(id(tensor))
-        return None if stage is None else stage % self._size
+        if stage is None:
+            return None
+        return stage % self._size
 
     def give_up(self) -> None:
         """Replace the parameters and buffers of other processes by ones without memory."""
         stand_ins: dict[int, torch.Tensor] = {}
         for slot in self._slots:
+            # Tied parameters stay tied: one stand-in for all places of a tensor.
             if slot.owner == self._rank:
                 continue
             original = slot.original
@@ -93,6 +103,7 @@ class Placement:
             if id(original) not in done:
                 done.add(id(original))
                 if slot.owner != self._rank:
+                    # New memory in the old object, which optimizers and users hold.
                     original.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device=self._device)
                     if not values and original.is_floating_point():
                         original.data.fill_(math.nan)
@@ -107,21 +118,36 @@ class Placement:
 
     def whole_state_dict(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The whole model's state on the first process, in the order of its keys; elsewhere the local state."""
-        owned = {name: value for name, value in own.items() if self._owner_by_name.get(name) == self._rank}
+        owned = {}
+        for name, value in own.items():
+            if self._owner_by_name.get(name) == self._rank:
+                owned[name] = value
+        # Stand-ins on meta are in ``own``, too, and give way to the tensors of the processes that have them.
         return {**own, **self._together(owned)}
 
     def whole_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State of an optimizer for all parameters, on the pipeline's first process."""
         state = optimizer.state_dict()
-        together = self._together(state["state"]) | state["state"]
-        return {**state, "state": {key: together[key] for key in sorted(together)}}
+        own_entries = state["state"]
+        entries = self._together(own_entries) | own_entries
+        in_order = {number: entries[number] for number in sorted(entries)}
+        return {**state, "state": in_order}
 
     def own_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
         """The part of a whole optimizer state that belongs here."""
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        here = {number for number, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
-        return {**state, "state": {key: value for key, value in state["state"].items() if key in here}}
+        numbers: list[int] = []
+        for group in state["param_groups"]:
+            numbers += group["params"]
+        parameters: list[torch.Tensor] = []
+        for own_group in optimizer.param_groups:
+            parameters += own_group["params"]
+        # Numbers count parameters over all groups, in order. Optimizers check by themselves that there are as many.
+        here = set()
+        for number, parameter in zip(numbers, parameters, strict=False):
+            if not parameter.is_meta:
+                here.add(number)
+        entries = {number: entry for number, entry in state["state"].items() if number in here}
+        return {**state, "state": entries}
 
     def _together(self, part: Mapping[Any, Any]) -> dict[Any, Any]:
         """Entries of all processes on the first one, of several the earlier process's; elsewhere nothing."""
@@ -133,9 +159,10 @@ class Placement:
         else:
             parts = None
             # Pickled tensors of a GPU would be restored on the device of that number, in the other process.
-            sent = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), dict(part))
+            sent = tree_map_only(torch.Tensor, _on_host, dict(part))
         dist.gather_object(sent, parts, group=self._group, group_dst=0)
         together: dict[Any, Any] = {}
+        # Reversed, so that the earliest process writes last.
         for own in reversed(parts or []):
             together.update(own)
         return together
@@ -164,6 +191,10 @@ class Placement:
         learning = [parameter for parameter in parameters if parameter.grad is not None]
         torch.nn.utils.clip_grads_with_norm_(learning, limit, norm)
         return norm
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
 
 
 def _stand_in(original: torch.Tensor) -> torch.Tensor:
@@ -220,18 +251,27 @@ def _require_none_outside(model: nn.Module, stage_of: Mapping[int, int], inside:
 
 def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers of the model that are not the module's."""
-    inside = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    return [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in inside]
+    inside = {id(tensor) for tensor in _tensors(module)}
+    return [tensor for tensor in _tensors(model) if id(tensor) not in inside]
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def kept_bytes(tensors: Sequence[torch.Tensor], optimizer_scale: float) -> int:
     """Bytes of parameters and buffers, and of optimizer state, so many for each byte that learns."""
-    learning_bytes = storage_bytes(tensor for tensor in tensors if tensor.requires_grad)
+    learning_bytes = _learning_bytes(tensors)
     return storage_bytes(tensors) + round(optimizer_scale * learning_bytes)
 
 
 def bytes_around(model: nn.Module, module: nn.Module, batch: Any, optimizer_scale: float) -> int:
     """Bytes that a process holds besides the stages of a module: what is outside, its gradients, and the batch."""
     around = outside(model, module)
-    gradient_bytes = storage_bytes(tensor for tensor in around if tensor.requires_grad)
-    return kept_bytes(around, optimizer_scale) + gradient_bytes + storage_bytes(tensors_in(batch))
+    # Stages of the pipeline count their gradients themselves.
+    bytes_outside = kept_bytes(around, optimizer_scale) + _learning_bytes(around)
+    return bytes_outside + storage_bytes(tensors_in(batch))
+
+
+def _learning_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return storage_bytes(tensor for tensor in tensors if tensor.requires_grad)

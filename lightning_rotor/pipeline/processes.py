@@ -45,6 +45,7 @@ def processes_of(device: torch.device, stages: int) -> PipelineProcesses:
     copies = dist.get_world_size() // stages
     if copies == 1:
         return PipelineProcesses(device)
+    # Launchers number processes machine by machine, so those of one pipeline, which talk most, are neighbours.
     mesh = init_device_mesh(device.type, (copies, stages), mesh_dim_names=("replica", "stage"))
     return PipelineProcesses(device, mesh.get_group("stage"), mesh.get_group("replica"))
 
@@ -54,14 +55,17 @@ def first(value: Any, group: dist.ProcessGroup | None = None, *, source: int = 0
     box = [value]
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, group=group, group_src=source)
-    if isinstance(box[0], RotorError):
-        raise box[0]
-    return box[0]
+    answer = box[0]
+    # If one process alone raised, the others would wait for its next message for ever.
+    if isinstance(answer, RotorError):
+        raise answer
+    return answer
 
 
 def processes_with(flag: bool, group: dist.ProcessGroup | None = None) -> list[int]:
     """Numbers of the processes whose flag is True."""
-    return [process for process, told in enumerate(told_by_all(flag, group)) if told]
+    told = told_by_all(flag, group)
+    return [process for process, is_set in enumerate(told) if is_set]
 
 
 def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, source: int = 0) -> None:
@@ -73,6 +77,7 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
         # Expanded, all entries along a dimension are one, and torch refuses to write them as a whole.
         if own.stride(dimension) == 0 and own.shape[dimension] > 1:
             own = own.narrow(dimension, 0, 1)
+    # Messages are sent from contiguous memory.
     dense = own.contiguous()
     dist.broadcast(dense, group=group, group_src=source)
     if dense is not own:
@@ -81,8 +86,12 @@ def share(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, sourc
 
 def share_start(model: nn.Module, processes: PipelineProcesses) -> None:
     """Give all processes the first one's parameters and buffers, and those of a pipeline its random generators."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    own_facts = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
+    tensors.update(model.named_buffers())
+    own_facts = []
+    for name, tensor in tensors.items():
+        own_facts.append((name, tuple(tensor.shape), tensor.dtype))
+    # Before tensors are sent: with other shapes, a broadcast would fail or hang.
     first_facts = first(own_facts)
     others = processes_with(own_facts != first_facts)
     if others:

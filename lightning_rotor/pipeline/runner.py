@@ -28,7 +28,7 @@ from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.execution.settings import Settings
-from lightning_rotor.pipeline.layouts import Gradients, Layout
+from lightning_rotor.pipeline.layouts import Gradients, Layout, Tensors
 from lightning_rotor.pipeline.micro_batch_stage import MicroBatchStage
 from lightning_rotor.pipeline.micro_batches import Call
 from lightning_rotor.pipeline.part import Part, Step
@@ -65,14 +65,22 @@ class PipelineRunner:
     """Runs a cut module; process ``d`` of ``D`` has the pipeline stages numbered ``d``, ``d + D``, ..."""
 
     def __init__(
-        self, module: nn.Module, cut: Cut, parts: Sequence[Part], partition: Partition, processes: PipelineProcesses
+        self,
+        module: nn.Module,
+        cut: Cut,
+        parts: Sequence[Part],
+        partition: Partition,
+        processes: PipelineProcesses,
     ) -> None:
         self.partition, self.processes = partition, processes
         self._module, self._cut = module, cut
         self._parts = {part.number: part for part in parts}
         self._stages = partition.problem.stages
         self._device, self._group = processes.device, processes.group
-        self._parameter_slots = [(table, name) for table in _parameter_tables(module) for name in table]
+        # Places, and not parameters: a fit replaces those of other processes, and freezing may happen at any time.
+        self._parameter_slots: list[tuple[dict[str, Any], str]] = []
+        for table in _parameter_tables(module):
+            self._parameter_slots += [(table, name) for name in table]
         # By the input's layout and the settings, the layouts of all cuts.
         self._seen_layouts: dict[Any, tuple[Layout, ...]] = {}
         # One at a time, for its buffers take memory: what is received, once for each micro-batch.
@@ -82,6 +90,7 @@ class PipelineRunner:
         last_part = self._parts.get(self._stages - 1)
         if last_part is not None:
             last_part.outputs = self._outputs
+        # By micro-batch, what this process's last stage has made; parts write it, and a step takes it.
 
     def inputs(self, calls: Sequence[Call]) -> list[Sequence[Any]]:
         """By micro-batch, the values that the chain takes."""
@@ -114,6 +123,7 @@ class PipelineRunner:
             self._loss = None
         gradients: tuple[Gradients, ...] = ()
         if step.trains:
+            # Gradients go to all, since each process runs the user's code before the module, and learns from it.
             gradients = self._shared_input_gradients(step, prepared.stages)
         else:
             # A schedule without backwards leaves forwards in flight.
@@ -142,7 +152,8 @@ class PipelineRunner:
             layout = Layout.of(values, "the model's input")
             key = layout, trains, learning, context.dtypes
             if key not in self._seen_layouts:
-                self._seen_layouts[key] = (layout, *self._scouted(layout, layout.flat(values), context))
+                seen = self._scouted(layout, layout.flat(values), context)
+                self._seen_layouts[key] = (layout, *seen)
             layouts.append(self._seen_layouts[key])
         return Step(tuple(layouts), seed, context.restored, trains)
 
@@ -160,6 +171,7 @@ class PipelineRunner:
                 answer, made = self._looked_at(number, layout, tensors, context)
             else:
                 answer, made = None, []
+            # One process looks, and all are told its answer: each must prepare buffers for what it is sent.
             layout = first(answer, self._group, source=source)
             layouts.append(layout)
             tensors = self._shared(made or layout.buffers(self._device), source)
@@ -190,7 +202,9 @@ class PipelineRunner:
                 made_layout = Layout.of(made, where, sizes=may_give_sizes)
             except PipelineError as error:
                 return error, []
-            return made_layout, [tensor.detach().contiguous() for tensor in made_layout.flat(made)]
+            # Without the graph, which would hold the activations of a whole stage.
+            tensors_made = made_layout.flat(made)
+            return made_layout, [tensor.detach().contiguous() for tensor in tensors_made]
 
     # ---------------------------------------------------------------- a step
 
@@ -199,21 +213,26 @@ class PipelineRunner:
         for part in self._parts.values():
             part.step = step
         prepared = self._prepared
-        if prepared is None or (prepared.layouts, prepared.trains) != (step.layouts, step.trains):
+        wanted = step.layouts, step.trains
+        if prepared is None or (prepared.layouts, prepared.trains) != wanted:
             # Before new buffers are made, for both at once may not fit.
             self._prepared = prepared = None
             self._prepared = prepared = self._prepared_anew(step)
         if 0 in self._parts:
-            prepared.stages[0].inputs = [
-                tuple(tensor.detach() for tensor in layout[0].flat(values))
-                for layout, values in zip(step.layouts, inputs, strict=True)
-            ]
+            # Detached: the gradient of the input is handed to the user's graph behind the schedule.
+            first_inputs: list[Tensors] = []
+            for layouts, values in zip(step.layouts, inputs, strict=True):
+                tensors = layouts[0].flat(values)
+                first_inputs.append(tuple(tensor.detach() for tensor in tensors))
+            prepared.stages[0].inputs = first_inputs
         return prepared
 
     def _prepared_anew(self, step: Step) -> _Prepared:
-        stages = [MicroBatchStage(part, self._stages, self.processes) for part in self._parts.values()]
+        parts = self._parts.values()
+        stages = [MicroBatchStage(part, self._stages, self.processes) for part in parts]
         loss = self._loss_of if step.trains else None
-        schedule = _torch_schedule(self.partition.problem.schedule, stages, len(step.layouts), loss)
+        name = self.partition.problem.schedule
+        schedule = _torch_schedule(name, stages, len(step.layouts), loss)
         # Torch cuts what it is given as targets: each micro-batch's is its number.
         numbers = torch.arange(len(step.layouts))
         run = partial(schedule.step, target=numbers, return_outputs=False)
@@ -232,9 +251,11 @@ class PipelineRunner:
         outputs = []
         for number, layouts in enumerate(step.layouts):
             layout = layouts[-1]
-            own = self._outputs.pop(number, None)
-            tensors = self._shared(own or layout.buffers(self._device), last_process)
-            outputs.append(packed(layout.values(tensors)))
+            tensors = self._outputs.pop(number, None)
+            if tensors is None:
+                tensors = list(layout.buffers(self._device))
+            shared = self._shared(tensors, last_process)
+            outputs.append(packed(layout.values(shared)))
         return tuple(outputs)
 
     def _shared_input_gradients(self, step: Step, stages: Sequence[MicroBatchStage]) -> tuple[Gradients, ...]:
@@ -263,7 +284,13 @@ def _parameter_tables(module: nn.Module) -> list[dict[str, Any]]:
 
 def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:
     """A schedule of torch; GPipe's for a small last batch or a forward alone."""
-    options = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
+    # torch would divide gradients by the number of micro-batches. Losses are weighted by rows before, since a small
+    # last micro-batch counts less.
+    options = {
+        "n_microbatches": micro_batches,
+        "loss_fn": loss,
+        "scale_grads": False,
+    }
     devices = stages[0].group_size
     trains = loss is not None
     if name == "interleaved":

@@ -77,6 +77,7 @@ class StepSimulator:
         """The actions, round by round."""
         count, stages = self._micro_batches, self._stages
         stage, work, micro_batch = order[..., 0], order[..., 1], order[..., 2]
+        # The arrival that each action needs has the place of the action itself.
         needed = (stage + work * stages) * count + micro_batch
         has_arrived = np.zeros((2 * stages + 1, count), bool)
         # Inputs of the first stage, and of the last one's backward.
@@ -84,23 +85,25 @@ class StepSimulator:
         next_place = np.zeros(len(order), np.int64)
         active = np.arange(len(order))
         while len(active):
+            # A device does its actions in its order, so only the next one of each is looked at.
             needs = needed[active, next_place[active]]
             can_act = has_arrived.flat[needs]
             if not can_act.any():
                 raise self._deadlock(order, active, next_place)
-            devices, needs = active[can_act], needs[can_act]
+            devices = active[can_act]
+            needs = needs[can_act]
             works, numbers = needs // count, needs % count
             targets = self._needed_by[works]
             has_arrived[targets, numbers] = True
             is_last = numbers == count - 1
             yield _Round(
-                devices,
-                next_place[devices],
-                2 * works + is_last,
-                needs,
-                targets * count + numbers,
-                self._links_of(devices, works),
-                works,
+                devices=devices,
+                places=next_place[devices],
+                works=2 * works + is_last,
+                needs=needs,
+                makes=targets * count + numbers,
+                links=self._links_of(devices, works),
+                sends=works,
             )
             next_place[devices] += 1
             active = active[next_place[active] < needed.shape[1]]
@@ -115,14 +118,19 @@ class StepSimulator:
 
     @staticmethod
     def _deadlock(order: Integers, active: Integers, next_place: Integers) -> PipelineError:
-        waiting = [f"device {device} for {actions(order[device])[next_place[device]]}" for device in active[:4]]
+        waiting = []
+        # A few are enough to see where it hangs.
+        for device in active[:4]:
+            action = actions(order[device])[next_place[device]]
+            waiting.append(f"device {device} for {action}")
         return PipelineError(
             f"the devices wait for one another for ever ({', '.join(waiting)}): expected an order that can be run"
         )
 
     def step_seconds(self, loads: Sequence[PipelineStageLoad], times: Reals | None = None) -> float:
         """Seconds of a step; starts and ends of its actions go into ``times``, ``(2, devices, actions)``."""
-        return float(self.simulated(np.array([[seconds_of(load) for load in loads]]), times)[0])
+        seconds = np.array([[seconds_of(load) for load in loads]])
+        return float(self.simulated(seconds, times)[0])
 
     def simulated(self, seconds: Reals, times: Reals | None = None) -> Reals:
         """Seconds of a step for many partitions; ``times`` are those of the first one's actions.
@@ -130,8 +138,10 @@ class StepSimulator:
         ``seconds`` are those of :func:`.seconds_of` by partition and stage.
         """
         stages, count = self._stages, len(seconds)
-        # By work, forwards of all stages first; partitions are neighbours in memory.
-        seconds = np.ascontiguousarray(seconds.reshape(count, stages, 2, 3).transpose(2, 1, 3, 0))
+        # By work, forwards of all stages first; partitions are neighbours in memory, since each round takes whole rows.
+        by_work = seconds.reshape(count, stages, 2, 3).transpose(2, 1, 3, 0)
+        seconds = np.ascontiguousarray(by_work)
+        # On a single device nothing travels.
         travel = seconds[:, :, 2].reshape(2 * stages, count) * (self._devices > 1)
         # The last stage's outputs and the gradients of the first one's inputs stay.
         travel[[stages - 1, stages]] = 0.0
@@ -140,10 +150,14 @@ class StepSimulator:
         done = np.zeros((self._devices, count))
         link_free = np.zeros((2 * self._devices, count))
         for now in self._rounds:
-            starts = np.maximum(arrived.take(now.needs, axis=0), done.take(now.devices, axis=0))
+            # When its input is there, and when its device is free.
+            arrival = arrived.take(now.needs, axis=0)
+            starts = np.maximum(arrival, done.take(now.devices, axis=0))
             ends = starts + seconds.take(now.works, axis=0)
             done[now.devices] = ends
-            arrives = np.maximum(ends, link_free.take(now.links, axis=0)) + travel.take(now.sends, axis=0)
+            # A link carries one message after the other.
+            leaves = np.maximum(ends, link_free.take(now.links, axis=0))
+            arrives = leaves + travel.take(now.sends, axis=0)
             link_free[now.links] = arrives
             arrived[now.makes] = arrives
             if times is not None:

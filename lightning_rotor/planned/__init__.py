@@ -12,6 +12,7 @@ The way of a call, in the order in which it happens:
 - ``measurements``: costs of the sizes that were measured, and bounds for others. ``other_sizes`` takes a plan over from
   another size; ``records`` are costs and plans in a checkpoint.
   ``size_classes`` rounds sizes in steps of several calls.
+- ``offloading``: the memory that plans may move to, and the link to it.
 - ``budget_source``: the question that all of these ask, what a plan may use, and the events that they tell of.
 
 The way of a step, which answers it:

@@ -48,7 +48,7 @@ from lightning_rotor.planning.size_bounds import is_within
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
+from lightning_rotor.simulator import Conditions, simulate
 
 Path: TypeAlias = tuple[CallKey, ...]
 """Calls that wait for their backward together, in the order of their forwards."""
@@ -369,7 +369,8 @@ class JointPlans:
         if plan is None:
             return True
         as_run = concatenated([call.plan.schedule for call in calls])
-        return plan.peak_bytes < simulate(plan.chain, as_run, **plan.conditions).peak_bytes
+        step = _with_link_of([call.plan for call in calls], plan.conditions)
+        return plan.peak_bytes < simulate(plan.chain, as_run, **step).peak_bytes
 
     # ---------------------------------------------------------------- a step that is over
 
@@ -471,7 +472,7 @@ class JointPlans:
                 # What is kept free for the rest of the step is in the budget already.
                 beyond.append(phase.raised(-budget.reserved_bytes))
         outside = measured_outside(
-            simulate(chain, schedule, **budget.conditions),
+            simulate(chain, schedule, **_with_link_of([call.plan for call in calls], budget.conditions)),
             [len(each) for each in chains],
             [step.numbers[call] for call in calls],
             beyond,
@@ -661,7 +662,8 @@ class JointPlans:
             for other in alike:
                 schedules = []
                 for part, call in zip(parts.parts, other.calls, strict=True):
-                    schedules.append(Schedule.keep_all(1) if isinstance(part, Plan) else call.schedule)
+                    # Without moves, as there is no link for several calls.
+                    schedules.append(Schedule.keep_all(1) if isinstance(part, Plan) else Schedule(call.schedule.items))
                 tried.append(concatenated(schedules))
         best: Plan | None = None
         for schedule in tried:
@@ -783,9 +785,16 @@ def _told_apart(solved: Plan, parts: _Parts, outside: Sequence[Outside]) -> Step
         schedules.append(part.schedule if isinstance(part, Plan) else schedule)
     chain = joined(parts.names, parts.chains, outside)
     schedule = concatenated(schedules)
-    simulation = simulate(chain, schedule, **solved.conditions)
-    whole = replace(solved, chain=chain, schedule=schedule, simulation=simulation)
+    step = _with_link_of([part for part in parts.parts if isinstance(part, Plan)], solved.conditions)
+    simulation = simulate(chain, schedule, **step)
+    whole = replace(solved, chain=chain, schedule=schedule, simulation=simulation, link=step.get("link"))
     return StepPlan.of(whole, parts.names, parts.chains)
+
+
+def _with_link_of(plans: Iterable[Plan], step: Conditions) -> Conditions:
+    """A step in which calls may run that move something, though plans for several calls do not."""
+    links = [plan.link for plan in plans if plan.schedule.moves]
+    return {**step, "link": links[0]} if links else step
 
 
 def _sees_all_backwards(step: Step, calls: Sequence[Call], phases: Sequence[StepPhase]) -> bool:

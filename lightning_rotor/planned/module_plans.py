@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants, compiled_in
@@ -29,11 +30,15 @@ from lightning_rotor.errors import (
     ProfilingError,
     UnitError,
 )
+from lightning_rotor.execution.moving import OtherMemory
+from lightning_rotor.link import Link
 from lightning_rotor.memory.budget import Budget
+from lightning_rotor.offload import Offload
 from lightning_rotor.planned.budget_source import BudgetSource, MeasuringBegins, NothingFits, PlanMade
 from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.planned.measurements import Measurements, for_call
+from lightning_rotor.planned.offloading import Offloading, offloading
 from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
 from lightning_rotor.planned.prepared import Costs, Prepared, Turn, corrected, costs_of, may_be_planned_again
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
@@ -42,7 +47,7 @@ from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes, format_seconds
@@ -66,7 +71,8 @@ class PlanSettings:
         slots: Resolution of the planner.
         max_plans: Signatures that are kept.
         compiled_variants: Under which other memory budgets compiled blocks may run.
-        show_progress: Show a progress bar while measuring takes long.
+        show_progress: Show a progress bar while measuring or planning takes long.
+        offload: Where plans may move what stages hold; None if they move nothing.
     Raises:
         UnitError: ``slots`` or ``max_plans`` is no positive integer.
     """
@@ -75,6 +81,7 @@ class PlanSettings:
     max_plans: int = MAX_PLANS
     compiled_variants: Variants = "exact"
     show_progress: bool = True
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         _require_positive("slots", self.slots, DEFAULT_SLOTS)
@@ -146,6 +153,8 @@ class ModulePlans:
         self._measurements = Measurements()
         self.classes = SizeClasses()
         self._compiled = CompiledModules(settings.compiled_variants)
+        # By device, where plans move what they move. Kept for the pinned memory, which takes long to get.
+        self._offloadings: dict[torch.device, Offloading] = {}
         # Of an earlier training, by the fingerprint of the call.
         self._records: dict[str, Record] = {}
         self._estimating = Account()
@@ -522,11 +531,35 @@ class ModulePlans:
         budget = self._source.budget(self.name, profile)
         # Copies of small buffers, for a second run, are there from the forward's begin to its end.
         lingering_bytes = budget.lingering_bytes + profile.copied_bytes
-        budget = replace(budget, lingering_bytes=lingering_bytes)
+        # A provisional plan runs for a step or two, and pinned memory takes long to get.
+        link = None if budget.is_provisional else self._link(profile)
+        budget = replace(budget, lingering_bytes=lingering_bytes, link=link)
         return budget.capped(self.ceiling.size_bytes) if ceiling else budget
 
+    def _link(self, profile: Profile) -> Link | None:
+        """The link over which plans may move what stages hold; None if they move nothing."""
+        there = self._offloading(torch.device(profile.chain.device))
+        return None if there is None else there.link
+
+    def _offloading(self, device: torch.device) -> Offloading | None:
+        """Where plans for a device move what stages hold; None if they move nothing."""
+        if self._settings.offload is None:
+            return None
+        if device not in self._offloadings:
+            self._offloadings[device] = offloading(self._settings.offload, device)
+        return self._offloadings[device]
+
+    def _memory(self, signature: Signature, plan: Plan) -> OtherMemory | None:
+        """The other memory for a plan, with room for it; None if it moves nothing, or there is no such memory."""
+        there = self._offloading(signature.device) if plan.schedule.moves else None
+        if there is None:
+            return None
+        there.memory.reserve(plan.host_bytes)
+        return there.memory
+
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
-        plan = budget.plan(profile.chain, slots=self._settings.slots)
+        with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
+            plan = budget.plan(profile.chain, slots=self._settings.slots)
         self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
         return plan
 
@@ -562,7 +595,8 @@ class ModulePlans:
         is_chosen: bool = False,
     ) -> Prepared:
         """Run a call under a plan from now on."""
-        prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen)
+        memory = self._memory(signature, plan)
+        prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen, memory=memory)
         self.cache.put(signature, prepared)
         self._source.hear(PlanMade(plan, signature))
         return prepared
@@ -652,7 +686,7 @@ def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:
     if seconds:
         origin = f"measured in {format_seconds(seconds)}"
     _log.info(
-        "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed (+%.1f %% of the step)",
+        "%s for %s: costs %s, peak of activations %s of %s, %d of %d stages recomputed%s (+%.1f %% of the step)",
         type(signature.cut.module).__name__,
         " and ".join("×".join(map(str, shape)) for shape in signature.shapes),
         origin,
@@ -660,5 +694,6 @@ def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:
         format_bytes(plan.budget_bytes),
         len(plan.recomputed),
         len(plan.chain),
+        f", {len(plan.moved)} moved ({format_bytes(plan.host_bytes)})" if plan.moved else "",
         100 * plan.overhead,
     )

@@ -120,10 +120,12 @@ def best_of(
     nearest = [*larger[:_NEAREST_LARGER], *smaller[:_NEAREST_SMALLER]]
     best = None
     for schedule in _unlike([Schedule.keep_all(len(chain)), *nearest]):
+        if schedule.moves and budget.link is None:
+            continue
         # The simulator judges it with the new size's own costs, as it judges any plan. So it does not matter where a
         # schedule comes from.
         plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
-        if plan.peak_bytes > limit_bytes:
+        if plan.peak_bytes > limit_bytes or (budget.link is not None and not budget.link.holds(plan.host_bytes)):
             continue
         if best is None or plan.seconds < best.seconds:
             best = plan

@@ -9,6 +9,7 @@ import torch
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
+from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.execution.stopwatch import TIMED_CALLS, Stopwatch
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
@@ -69,9 +70,15 @@ class Costs:
         return self.origin != "measured"
 
     def under(
-        self, signature: Signature, plan: Plan, *, lost_seconds: float = 0.0, is_chosen: bool = False
+        self,
+        signature: Signature,
+        plan: Plan,
+        *,
+        lost_seconds: float = 0.0,
+        is_chosen: bool = False,
+        memory: OtherMemory | None = None,
     ) -> Prepared:
-        """These costs with a plan, and an executor for it."""
+        """These costs with a plan, and an executor for it; ``memory`` is where the plan moves what it moves."""
         profile, cut = self.profile, signature.cut
         executor = Executor(
             profile.stages,
@@ -81,6 +88,7 @@ class Costs:
             root=cut.module,
             inputs=cut.inputs,
             stopwatch=Stopwatch(meter_for(signature.device)),
+            memory=memory,
         )
         runs_plainly = _may_run_plainly(signature, profile.chain, plan)
         return Prepared(self, signature, plan, executor, runs_plainly, lost_seconds, is_chosen)
@@ -171,6 +179,9 @@ class Prepared:
         """True if what calls have taken changes nothing any more."""
         timed = self.costs.timed
         if self.is_chosen or self.costs.estimated or len(timed) == _MOST_TIMED:
+            return True
+        if self.schedule.moves:
+            # What a call takes more or less would be laid to its segments, and may be the link's.
             return True
         return bool(timed) and timed[-1].schedule is self.schedule
 

@@ -102,6 +102,7 @@ class StepPlanner(BudgetSource):
         self._steps_begun = 0
         self._draws = Draws()
         self._kept_sizes = KeptSizes()
+        self._offloads = settings.offload is not None
         self._joint_plans = JointPlans(self, self._joint_budget, slots=settings.slots)
         # The highest peak beyond the limit of a step under the plans that take least, and whether the gradients of
         # such a step are to add up until an optimizer steps.
@@ -345,6 +346,13 @@ class StepPlanner(BudgetSource):
         self._mode = self._mode.joined_with(is_joint=step.is_joint, in_lockstep=self.ranks.together)
         sees_all = is_measured and self.watch.sees_all
         if self._mode.is_joint:
+            if self._offloads:
+                self.loop.warn_once(
+                    "RotorCallback moves nothing in this training, whatever offload says: calls wait for their "
+                    "backward together, and plans for several calls keep and recompute alone. Expected one call a "
+                    "backward: name the module around them with RotorCallback(module=...)",
+                    topic="offload",
+                )
             self._follow(step, phases if sees_all else [])
         elif sees_all and not shows_modules:
             self._correct(step, phases)

@@ -72,7 +72,9 @@ class Candidates:
     @property
     def lowest_bytes(self) -> float:
         """Least memory for which the table holds a schedule, by its own count."""
-        return self._stairs[0] * self.unit if self._stairs else math.inf
+        if not self._stairs:
+            return math.inf
+        return self._stairs[0] * self.unit
 
     def __getitem__(self, stair: int) -> Simulation:
         if stair not in self._judged:
@@ -83,10 +85,12 @@ class Candidates:
     def fastest(self, budget_bytes: int) -> Simulation | None:
         """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""
         best: Simulation | None = None
+        # Downwards, so that the first that fits is nearly the fastest, and few are judged.
         for stair in range(self._hopeful_stair(budget_bytes), -1, -1):
             least_seconds = self.table.seconds[self._stairs[stair]] * (1 - ROUNDING)
             if best is not None and least_seconds >= best.seconds:
-                break  # so is every stair below
+                # So is every stair below.
+                break
             fitting = self._fitting(stair, budget_bytes)
             if best is not None:
                 fitting = [best, *fitting]
@@ -100,7 +104,8 @@ class Candidates:
             last_stair = len(self) - 1
         else:
             last_stair = self._hopeful_stair(0)
-        return sorted((self[stair] for stair in range(last_stair + 1)), key=by_peak)
+        simulations = [self[stair] for stair in range(last_stair + 1)]
+        return sorted(simulations, key=by_peak)
 
     def descended(self, candidate: Simulation, attempts: Iterator[int]) -> Simulation:
         """The candidate after edits that make it smaller, as long as there are attempts left."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.planning.plan import Plan, scheduled
-from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
+from lightning_rotor.schedule import Item, Leaf, Move, Schedule, Segment
 from lightning_rotor.simulator import simulate
 
 
@@ -42,13 +42,17 @@ class StepPlan(Plan):
         """A plan for :func:`joined` of these chains, told apart."""
         lengths = [len(chain) for chain in chains]
         schedules = split(plan.schedule, lengths)
-        held_after_stage = {
-            event.stage: event.after_bytes for event in plan.simulation.events if event.phase == "forward"
-        }
+        held_after_stage = {}
+        for event in plan.simulation.events:
+            if event.phase == "forward":
+                held_after_stage[event.stage] = event.after_bytes
         calls = []
         for chain, schedule, start in zip(chains, schedules, first_stages(lengths), strict=True):
             call = scheduled(chain, schedule, slots=plan.slots, **plan.conditions)
-            held_by_earlier_bytes = held_after_stage[start - 1] - plan.lingering_bytes if start else 0
+            held_by_earlier_bytes = 0
+            if start > 0:
+                # What lingers is counted by the call's own conditions.
+                held_by_earlier_bytes = held_after_stage[start - 1] - plan.lingering_bytes
             budget_bytes = max(plan.budget_bytes - held_by_earlier_bytes, call.peak_bytes)
             calls.append(replace(call, budget_bytes=budget_bytes))
         values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
@@ -105,9 +109,12 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
     chains = [part.chain if isinstance(part, Plan) else part for part in parts]
     around = tuple(outside) or (Outside(),) * len(parts)
     # What is there before a call stays until the end of the step, so it never falls from call to call.
-    before_bytes = list(accumulate((each.forward_bytes for each in around), max, initial=0))[1:]
+    forward_bytes = [outside_call.forward_bytes for outside_call in around]
+    before_bytes = list(accumulate(forward_bytes, max, initial=0))[1:]
     # One number for all backwards: the peak of the one where it is largest is hardly ever that of another.
-    backward_bytes = max(0, *(each.backward_bytes - there for each, there in zip(around, before_bytes, strict=True)))
+    backward_bytes = 0
+    for outside_call, there in zip(around, before_bytes, strict=True):
+        backward_bytes = max(backward_bytes, outside_call.backward_bytes - there)
     stages: list[StageCost] = []
     skips: list[Skip] = []
     for number, (name, part, chain) in enumerate(zip(names, parts, chains, strict=True)):
@@ -119,16 +126,21 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
             is_called_again = name in names[number + 1 :]
             first_skip = len(skips)
             stages += [_stage_of_call(stage, name, first_skip, gradients_exist=is_called_again) for stage in part]
-            skips += [replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)) for skip in part.skips]
-        is_last = number + 1 == len(parts)
+            for skip in part.skips:
+                skips.append(replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)))
         # The code behind a call holds the call's output and leaves its gradient.
         output_bytes = chain.stages[-1].output_bytes
-        held_bytes = 0 if is_last else before_bytes[number + 1] - before_bytes[number]
         after_bytes = around[number].after_bytes - before_bytes[number]
-        loss_bytes = around[number].loss_bytes - before_bytes[number] - backward_bytes if is_last else 0
+        held_bytes = 0
+        loss_bytes = 0
+        if number + 1 < len(parts):
+            held_bytes = before_bytes[number + 1] - before_bytes[number]
+        else:
+            loss_bytes = around[number].loss_bytes - before_bytes[number] - backward_bytes
         users_code = _run_once(
             f"behind {name}",
-            output_bytes=0,  # the next call's input counts in no peak
+            # The next call's input counts in no peak.
+            output_bytes=0,
             forward_peak_bytes=max(after_bytes, held_bytes),
             backward_peak_bytes=max(loss_bytes, output_bytes),
             saved_bytes=held_bytes,
@@ -151,27 +163,68 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
 
 
 def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
-    """The schedules of calls with so many stages each, from one for :func:`joined`."""
+    """The schedules of calls with so many stages each, from one for :func:`joined`.
+
+    What moves is given back when the call's forward is over, and taken again when its backward begins, where the
+    schedule would do it while other calls run: this takes no more memory.
+    """
     schedules = []
+    before = 0
     for start, length in zip(first_stages(lengths), lengths, strict=True):
+        # The stage behind a call runs once, so no item reaches from one call into another.
         items = [item for item in schedule.items if start <= item.first < start + length]
-        schedules.append(Schedule(tuple(_shifted_item(item, -start) for item in items)))
+        own = len(items)
+        forward_ends, backward_begins = before + own, 2 * len(schedule.items) - before - own
+        moves = []
+        for move in schedule.moves:
+            if before <= move.item < before + own:
+                release = _nearest_point(move.release, before, forward_ends, backward_begins)
+                fetch = _nearest_point(move.fetch, before, forward_ends, backward_begins)
+                moves.append(Move(move.item - before, release, fetch))
+        own_items = tuple(_shifted_item(item, -start) for item in items)
+        schedules.append(Schedule(own_items, tuple(moves)))
+        before += own + 1
     return schedules
+
+
+def _nearest_point(point: int, before: int, forward_ends: int, backward_begins: int) -> int:
+    """The point of a call's own schedule that is next to one of the whole step's, inside of forward and backward.
+
+    Args:
+        point: Of the whole schedule: items before it, of the forwards and then of the backwards.
+        before: The point where the call's forward begins.
+        forward_ends: The point where it ends.
+        backward_begins: The point where the call's backward begins.
+    """
+    if point < backward_begins:
+        return min(max(point, before), forward_ends) - before
+    return forward_ends - before + point - backward_begins
 
 
 def concatenated(schedules: Sequence[Schedule]) -> Schedule:
     """The schedule for :func:`joined` in which each call has its own."""
     items: list[Item] = []
+    moves: list[Move] = []
     starts = first_stages([len(schedule) for schedule in schedules])
+    count = sum(len(schedule.items) + 1 for schedule in schedules)
     for start, schedule in zip(starts, schedules, strict=True):
+        own, before = len(schedule.items), len(items)
+        # The first point of the call's backward.
+        later = 2 * count - before - own
+        for move in schedule.moves:
+            release = before + move.release if move.release <= own else later + move.release - own
+            moves.append(Move(before + move.item, release, later + move.fetch - own))
         items += [_shifted_item(item, start) for item in schedule.items]
-        items.append(Leaf(start + len(schedule)))  # the user's code behind the call
-    return Schedule(tuple(items))
+        # The user's code behind the call.
+        items.append(Leaf(start + len(schedule)))
+    return Schedule(tuple(items), tuple(moves))
 
 
 def first_stages(lengths: Sequence[int]) -> list[int]:
     """Numbers of the first stages of calls with so many stages each, in :func:`joined`."""
-    return [0, *accumulate(length + 1 for length in lengths)][:-1]
+    # Behind each call there is a stage for the user's code.
+    *firsts, _ = accumulate((length + 1 for length in lengths), initial=0)
+    return firsts
 
 
 def _run_once(
@@ -235,8 +288,10 @@ def _settled_call(name: str, plan: Plan) -> StageCost:
 
 def _stage_of_call(stage: StageCost, call: str, first_skip: int, *, gradients_exist: bool) -> StageCost:
     """A stage of a call among the others of the step; ``first_skip`` is the number of the call's first skip there."""
+    # A later call of the module has made the gradients, which this one adds to: they are counted there.
     options = []
     for option in stage.options:
+        # The number of a skip is its place among all skips of the step.
         option = replace(option, saved_skips=_shifted(option.saved_skips, first_skip))
         if gradients_exist:
             peaks = option.backward_peaks(gradients_exist=True)

@@ -80,7 +80,8 @@ class LeastStage:
 
     def _output_seconds(self, way: LeastWay) -> float:
         if not way.saves:
-            return self.first_seconds  # its backward runs without a forward, so the output is a run of its own
+            # Its backward runs without a forward, so the output is a run of its own.
+            return self.first_seconds
         return way.kept_seconds + self.first_seconds - way.last_seconds
 
 
@@ -100,9 +101,17 @@ def least_stages(
     forward_bytes = lingering_bytes
     for number, stage in enumerate(chain):
         backward_bytes = chain.always_bytes + gradients_behind[number] + chain.passing_gradient_bytes(number)
-        first_peak = min(min(stage.discard_peak_of(option), option.forward_peak_bytes) for option in stage.options)
-        first_seconds = min(stage.discard_seconds, *(option.forward_seconds for option in stage.options))
-        ways = [_way(chain, number, option, gradients_exist, first_seconds, shares) for option in stage.options]
+        # Bounds must hold under every schedule, so each term is the least of all options, whatever goes together.
+        option_peaks = []
+        option_seconds = [stage.discard_seconds]
+        for option in stage.options:
+            option_peaks.append(min(stage.discard_peak_of(option), option.forward_peak_bytes))
+            option_seconds.append(option.forward_seconds)
+        first_peak = min(option_peaks)
+        first_seconds = min(option_seconds)
+        ways = []
+        for option in stage.options:
+            ways.append(_way(chain, number, option, gradients_exist, first_seconds, shares))
         stages.append(
             LeastStage(
                 input_bytes=input_bytes,
@@ -125,18 +134,21 @@ def _way(
     peaks = option.backward_peaks(gradients_exist=gradients_exist)
     peak_bytes = min(astuple(peaks))
     if number == 0:
-        peak_bytes = peaks.held_bytes  # the caller holds the chain's input
+        # The caller holds the chain's input.
+        peak_bytes = peaks.held_bytes
     output_bytes = 0
     if number < len(chain) - 1:
         output_bytes = min(option.saved_output_bytes, stage.output_bytes)
+    shared_bytes = sum(shares[skip] for skip in option.saved_skips)
+    both_seconds = _both_seconds(stage, option, first_seconds)
     return LeastWay(
         saves=option.saved_tensors > 0,
-        set_bytes=option.saved_bytes + sum(shares[skip] for skip in option.saved_skips),
+        set_bytes=option.saved_bytes + shared_bytes,
         input_bytes=option.saved_input_bytes,
         output_bytes=output_bytes,
         peak_bytes=peak_bytes,
         held_peak_bytes=peaks.held_bytes,
-        kept_seconds=_both_seconds(stage, option, first_seconds) - first_seconds + option.backward_seconds,
+        kept_seconds=both_seconds - first_seconds + option.backward_seconds,
         last_seconds=option.again_seconds + option.backward_seconds,
         backward_seconds=option.backward_seconds,
         drops_input=option.inverts,
@@ -146,6 +158,7 @@ def _way(
 def _both_seconds(stage: StageCost, option: Option, first_seconds: float) -> float:
     """Least seconds for output and set: a recording, or a first run and a replay."""
     if option.saved_tensors and not stage.recomputable:
+        # It may not run twice, so its only run records.
         return option.forward_seconds
     return min(option.forward_seconds, first_seconds + option.again_seconds)
 
@@ -154,7 +167,11 @@ def _shares_of_skips(chain: Chain) -> list[int]:
     """Bytes of each skip charged to every stage that may save it; together no more than the skip has."""
     savers: Counter[int] = Counter()
     for stage in chain:
-        savers.update({skip for option in stage.options for skip in option.saved_skips})
+        saved_skips: set[int] = set()
+        for option in stage.options:
+            saved_skips.update(option.saved_skips)
+        # Once for a stage, which runs under one of its options.
+        savers.update(saved_skips)
     shares = []
     for number, skip in enumerate(chain.skips):
         # The caller holds what is in the output, and it is counted there.

@@ -50,38 +50,48 @@ def measured_outside(
     # Each event of the simulation with the level before it.
     levels = [lingering_bytes, *(event.after_bytes for event in simulation.events)]
     timed = list(zip(levels, simulation.events, strict=False))
+    peak_by_stage: dict[int, int] = {}
+    for event in simulation.events:
+        if event.phase == "forward":
+            peak_by_stage.setdefault(event.stage, event.peak_bytes)
     outside = []
     for number, following, start, length in zip_longest(numbers, numbers[1:], first_stages(lengths), lengths):
-        users_code = start + length  # the stage behind the call
+        # The stage behind the call.
+        users_code = start + length
         forward_place = place_of[Mark(PhaseKind.FORWARD, number)]
         after_place = place_of.get(Mark(PhaseKind.AFTER, number), len(phases))
         backward_place = place_of.get(Mark(PhaseKind.BACKWARD, number), len(phases))
         if following is None:
             end_place = loss_place = backward_place
             for place in range(after_place, end_place):
+                # The last one, if there were several: a step may tell of its loss more than once.
                 if phases[place].kind is PhaseKind.LOSS:
-                    loss_place = place  # the last one, if there were several
+                    loss_place = place
         else:
             end_place = loss_place = place_of[Mark(PhaseKind.FORWARD, following)]
         forward, backward = [], []
         for level, event in timed:
-            if event.phase == "forward" and start <= event.stage < users_code:
-                forward.append((level, event))
-            elif event.phase != "forward" and start - 1 <= event.stage < users_code:
-                backward.append((level, event))  # with that of the user's code in front of the call
+            if event.phase == "forward":
+                if start <= event.stage < users_code:
+                    forward.append((level, event))
+            elif start - 1 <= event.stage < users_code:
+                # With that of the user's code in front of the call, which its backward runs into.
+                backward.append((level, event))
         # A stage that is run to be discarded holds its input until the next one begins.
-        simulated_after_bytes = next(
-            event.peak_bytes for event in simulation.events if event.phase == "forward" and event.stage == users_code
-        )
+        simulated_after_bytes = peak_by_stage[users_code]
         backward_bytes = 0
         if backward_place < len(phases):
             backward_bytes = _most_beyond(backward, phases[backward_place])
+        after_bytes = _peak_of(phases[after_place:loss_place])
+        loss_bytes = _peak_of(phases[loss_place:end_place])
+        # What lingers of the step before is gone when the loss goes back.
+        simulated_loss_bytes = simulated_after_bytes - lingering_bytes
         outside.append(
             Outside(
                 forward_bytes=_most_beyond(forward, phases[forward_place]),
-                after_bytes=_peak_of(phases[after_place:loss_place]) - simulated_after_bytes,
+                after_bytes=after_bytes - simulated_after_bytes,
                 backward_bytes=backward_bytes,
-                loss_bytes=_peak_of(phases[loss_place:end_place]) - (simulated_after_bytes - lingering_bytes),
+                loss_bytes=loss_bytes - simulated_loss_bytes,
             )
         )
     return outside
@@ -112,14 +122,17 @@ def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], r
         return None
 
     def peak_bytes(other: Plan) -> int:
-        return reserved_bytes + max(_alone(other, outside).peak_bytes for outside in around)
+        # Calls of a module run one by one, each with its own code around: the worst of them decides.
+        peaks = [_alone(other, outside).peak_bytes for outside in around]
+        return reserved_bytes + max(peaks)
 
     return peak_bytes
 
 
 def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:
     """A step with a single call, and what lies around it."""
-    chain = joined([""], [plan.chain], [] if outside is None else [outside])
+    around = [] if outside is None else [outside]
+    chain = joined([""], [plan.chain], around)
     return simulate(chain, concatenated([plan.schedule]), **plan.conditions)
 
 

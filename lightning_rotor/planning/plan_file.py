@@ -25,17 +25,21 @@ _MOST_BITS = 63
 
 def content_of(chain: Chain, plain_plan: Mapping[str, Any]) -> dict[str, Any]:
     """A plan with what tells its chain from others."""
+    # The fingerprint tells whether a chain is another one, and the identity says in which stage.
+    identity = [asdict(stage) for stage in chain.identity]
     return {
         "fingerprint": chain.fingerprint,
         "device": chain.device,
-        "stages": [asdict(stage) for stage in chain.identity],
+        "stages": identity,
         **plain_plan,
     }
 
 
 def write(path: Path | str, content: Mapping[str, Any]) -> None:
     """Write a plan's content to a file, which is replaced if it exists."""
-    version = _FORMAT_WITH_LINK if "link" in content else _FORMAT
+    version = _FORMAT
+    if "link" in content:
+        version = _FORMAT_WITH_LINK
     versioned = {"format": version, **content}
     Path(path).write_text(json.dumps(versioned, indent=1) + "\n", encoding="utf-8")
 
@@ -59,7 +63,10 @@ def damage_as_plan_errors(path: Path | str) -> Iterator[None]:
     except PlanError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        reason = error if isinstance(error, ScheduleError) else shorten(f"{type(error).__name__}: {error}")
+        # All that code meets which takes a value of another kind from a file. Others are faults of our own.
+        reason: object = shorten(f"{type(error).__name__}: {error}")
+        if isinstance(error, ScheduleError):
+            reason = error
         raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
 
 
@@ -74,6 +81,7 @@ def check_chain(what: object, content: Mapping[str, Any], chain: Chain) -> None:
 def whole_number(record: Mapping[str, Any], name: str) -> int:
     """A size or a count out of a file."""
     value = record[name]
+    # Files are written by anybody: NumPy would wrap a larger number around, and True is an int to Python.
     if type(value) is not int or not 0 <= value < 2**_MOST_BITS:
         raise ValueError(f"{name} is {shorten(repr(value))}, expected a whole number of at most {_MOST_BITS} bits")
     return value
@@ -94,9 +102,10 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
         return f"device {device!r}, and this chain was measured on {chain.device!r}"
     current = chain.identity
     if _differ_in_measurement(saved, current):
-        then_so, now_so = (_origin(stages) for stages in (saved, current))
+        then_so, now_so = _origin(saved), _origin(current)
         shapes = ", ".join(saved[0].takes)
         return f"what stages cost at {shapes} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
+    # From the front: one stage more or less shifts all behind it, so the first difference is the one to look at.
     for number, (then, now) in enumerate(zip_longest(saved, current)):
         if then is None or now is None or then.name != now.name:
             there, here = _name_or_none(then), _name_or_none(now)
@@ -104,15 +113,18 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
         if then.takes != now.takes:
             return f"stage {now.name!r} took {', '.join(then.takes)}, and takes {', '.join(now.takes)}"
         for field in ("output_bytes", "options", "skips"):
-            if getattr(then, field) != getattr(now, field):
-                return f"{field} of stage {now.name!r} was {getattr(then, field)}, and is {getattr(now, field)}"
+            before, after = getattr(then, field), getattr(now, field)
+            if before != after:
+                return f"{field} of stage {now.name!r} was {before}, and is {after}"
     return "the file was changed after it was written"
 
 
 def _differ_in_measurement(saved: Sequence[StageIdentity], current: Sequence[StageIdentity]) -> bool:
     """True if one of two chains for the same input was measured, and the other follows from other shapes."""
-    same_input = (saved[0].name, saved[0].takes) == (current[0].name, current[0].takes)
-    return same_input and len(saved) == len(current) and _origin(saved) != _origin(current)
+    input_then = saved[0].name, saved[0].takes
+    input_now = current[0].name, current[0].takes
+    is_same_input = input_then == input_now
+    return is_same_input and len(saved) == len(current) and _origin(saved) != _origin(current)
 
 
 def _origin(stages: Sequence[StageIdentity]) -> str:

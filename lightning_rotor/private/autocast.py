@@ -21,11 +21,13 @@ AutocastState: TypeAlias = tuple[tuple[bool, torch.dtype], ...]
 
 def autocast_state() -> AutocastState:
     """The state of autocast now, in two microseconds."""
+    # A list in the place of a generator, which takes longer: guards ask at every call.
     return tuple([(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in AUTOCASTING])
 
 
 def set_autocast_state(state: AutocastState) -> None:
     """Set what differs from ``state``."""
+    # Asked first, for mostly nothing differs.
     for kind, (is_enabled, dtype) in zip(AUTOCASTING, state, strict=True):
         if torch.is_autocast_enabled(kind) is not is_enabled:
             torch.set_autocast_enabled(kind, is_enabled)
@@ -42,6 +44,9 @@ In public one kind is asked at a time, which takes three times as long. Every st
 
 def autocast_dtypes(tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
     """Types that autocast casts to on the devices of these tensors, as far as it is on there."""
-    kinds = {tensor.device.type for tensor in tensors}
-    available = [kind for kind in sorted(kinds) if torch.amp.is_autocast_available(kind)]
-    return [torch.get_autocast_dtype(kind) for kind in available if torch.is_autocast_enabled(kind)]
+    dtypes = []
+    for kind in sorted({tensor.device.type for tensor in tensors}):
+        # Asking for a kind without autocast (meta) is an error.
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtypes.append(torch.get_autocast_dtype(kind))
+    return dtypes

@@ -135,6 +135,7 @@ def compiler_settings(module: nn.Module) -> CompilerSettings | None:
         backend, fullgraph, dynamic = context.callback, context.fullgraph, context._dynamic  # type: ignore[union-attr]
     except AttributeError:
         return None
+    # The one that the user gave is inside of what torch has wrapped around it.
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     hooks = getattr(context, "_hooks", None)

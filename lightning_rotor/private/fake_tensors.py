@@ -40,6 +40,7 @@ def fake_mode(*, allow_fallback_kernels: bool = True) -> Iterator[FakeTensorMode
     collects them. As long as there is one, torch cannot move a parameter of a tensor subclass (``swap_tensors``
     refuses).
     """
+    # Code keeps real tensors as constants, and mixes them with the copies without values that it is given.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=allow_fallback_kernels)
     try:
         yield mode

@@ -38,6 +38,7 @@ def arrived(function: Any) -> Callable[..., Any]:
             torch.ops._c10d_functional.wait_tensor(tensor.detach())
         return result
 
+    # Messages, and the names of nodes in a graph, ask for it.
     awaited.__name__ = name
     return awaited
 
@@ -48,4 +49,5 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_on_its_way(tensor: torch.Tensor) -> bool:
     """True for what functional collectives hand out: a tensor that waits for a message when it is used."""
+    # By name: the class is behind an import of torch.distributed.
     return type(tensor).__name__ == "AsyncCollectiveTensor"

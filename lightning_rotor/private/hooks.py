@@ -46,7 +46,8 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def hook_tables(module: nn.Module | None, names: Sequence[str] = (*HOOKS, *_HOOK_KINDS)) -> list[dict[int, Any]]:
     """Where a module keeps hooks, and how they are called; None is all modules."""
     if module is None:
-        owner, keys = vars(nn_module), [f"_global{name}" for name in names]
+        owner = vars(nn_module)
+        keys = [f"_global{name}" for name in names]
     else:
         owner, keys = vars(module), list(names)
     # Not all that a module has, torch has for all modules; a scripted module has them elsewhere.
@@ -65,6 +66,7 @@ def without_hooks_of_several(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     kept = [(table, dict(table)) for table in tables if table]
     for table, before in kept:
         for key, hook in before.items():
+            # Each tensor has a closure of that function's among its hooks, which only its name tells.
             if getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook."):
                 del table[key]
     try:

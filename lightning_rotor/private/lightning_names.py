@@ -34,7 +34,9 @@ toggled_parameters: Callable[[Any], dict[torch.nn.Parameter, bool]] = attrgetter
 
 def take_loader(loop: Any) -> Any | None:
     """The loader that a loop has set up; the loop sets up another one. Only loops draw their batches in public."""
-    loader, loop._combined_loader = loop._combined_loader, None
+    loader = loop._combined_loader
+    # A loop that has a loader sets up no other one.
+    loop._combined_loader = None
     return loader
 
 

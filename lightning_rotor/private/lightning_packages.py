@@ -4,6 +4,9 @@ Both have the same code, and their classes are different ones. A Trainer takes c
 own package alone, and programs of others are written for either. So a class of ours derives from both.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -11,6 +14,7 @@ from typing import Any
 
 LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
 _OLDEST = (2, 6)
+_SPEAKER = "lightning_utilities.core.rank_zero"
 
 
 @cache
@@ -20,7 +24,8 @@ def installed() -> tuple[ModuleType, ...]:
     for name in LIGHTNINGS:
         top_name, _, _ = name.partition(".")
         try:
-            package = import_module(name)
+            with _same_logger():
+                package = import_module(name)
         except ModuleNotFoundError as error:
             # Something else is missing, which the user must hear of.
             if error.name not in (name, top_name):
@@ -30,6 +35,19 @@ def installed() -> tuple[ModuleType, ...]:
         if tuple(int(part) for part in version.split(".")[:2]) >= _OLDEST:
             packages.append(package)
     return tuple(packages)
+
+
+@contextmanager
+def _same_logger() -> Iterator[None]:
+    """Lets the Lightning that the user has imported go on under its logger's name, by which users silence it.
+
+    Each of the two takes over all messages when it is imported (``rank_zero_module.log``).
+    """
+    speaker = sys.modules.get(_SPEAKER) if any(name in sys.modules for name in LIGHTNINGS) else None
+    log = getattr(speaker, "log", None)
+    yield
+    if log is not None:
+        vars(speaker)["log"] = log
 
 
 @cache
@@ -50,6 +68,7 @@ def function(path: str) -> Any:
 @cache
 def joined(path: str, first: str = LIGHTNINGS[0]) -> Any:
     """A class to derive from that is one of each installed Lightning; the code that runs is the ``first`` one's."""
+    # Sorting keeps the order of equals: the first one's class leads, and the others follow.
     classes = sorted(from_each(path), key=lambda kind: not _is_of(kind, first))
     if len(classes) == 1:
         return classes[0]
@@ -66,6 +85,7 @@ def follow(kind: type, path: str, part: Any) -> None:
     Strategies assert that models are of their own Lightning. Trainers of both in one process take turns.
     """
     bases = (joined(path, _package_of(type(part))),)
+    # Setting the bases of a class, even to the same ones, throws away what Python has cached of its attributes.
     if kind.__bases__ != bases:
         kind.__bases__ = bases
 
@@ -88,6 +108,7 @@ def _is_of_any(kind: type) -> bool:
 
 def lightning_module_class(module: Any) -> type | None:
     """The LightningModule that an object's class derives from, or None. No Lightning is imported for the answer."""
+    # By name: importing Lightning takes seconds, which a script without it must not pay.
     for kind in type(module).__mro__:
         if kind.__name__ == "LightningModule" and _is_of_any(kind):
             return kind

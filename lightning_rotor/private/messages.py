@@ -42,10 +42,16 @@ def _group_argument_of(func: OpOverload) -> _GroupArgument | None:
 
 def members_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
     """Ranks of the processes among which an operator exchanges a message; empty if it does not, or with nobody else."""
-    argument = _group_argument_of(func) if isinstance(func, OpOverload) else None
+    argument = None
+    if isinstance(func, OpOverload):
+        argument = _group_argument_of(func)
     if argument is None:
         return frozenset()
-    group: Any = args[argument.place] if argument.place < len(args) else kwargs.get(argument.name)
+    if argument.place < len(args):
+        group: Any = args[argument.place]
+    else:
+        group = kwargs.get(argument.name)
+    # Functional collectives name their group, those of c10d hold it in an object of C++.
     if isinstance(group, str):
         group = group_named(group)
     elif isinstance(group, torch.ScriptObject):
@@ -69,7 +75,11 @@ class MessageWatch(TorchDispatchMode):
         self._marks = marks
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if types and any(_has_insides(kind) for kind in types):
             # A DTensor's own handler exchanges messages, and this mode sees those, too.

@@ -28,7 +28,9 @@ __all__ = [
 
 def default_device() -> torch.device | None:
     """The default device, None where nobody has set one, for which ``torch.get_default_device()`` takes 10 µs."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    if torch._C._len_torch_function_stack():
+        return torch.get_default_device()
+    return None
 
 
 # How float32 is computed in effect, by backend and operation, and what sets it for one of them. Public attributes lead
@@ -61,6 +63,7 @@ without_function_mode: Callable[[], AbstractContextManager[Any]] = torch.overrid
 @contextmanager
 def without_modes() -> Iterator[None]:
     """Context in which no mode and no subclass of tensors sees anything, for looking at a tensor unseen."""
+    # The first for subclasses and function modes, the second for modes below autograd.
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 

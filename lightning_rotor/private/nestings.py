@@ -63,6 +63,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
     attributes are tensors and plain values, of which at least one is a tensor.
     """
     leaves, spec = tree_flatten(value)
+    # Registering is for the whole process, so that one look at each class is enough.
     is_new = False
     for leaf in leaves:
         kind = type(leaf)
@@ -88,9 +89,14 @@ def _base_of(kind: Any) -> Any:
     """The class of Python's whose values objects of a class have besides attributes; None if there may be others."""
     if is_dataclass(kind) or hasattr(kind, "__attrs_attrs__"):
         return None if issubclass(kind, torch.nn.Module) else object
-    if kind.__module__.partition(".")[0] in _LIBRARIES or issubclass(kind, (defaultdict, BaseException, enum.Enum)):
+    library = kind.__module__.partition(".")[0]
+    if library in _LIBRARIES or kind.__module__ == "builtins":
         return None
-    if kind.__module__ == "builtins" or any(vars(each).get("__slots__") for each in kind.__mro__):
+    # A defaultdict has a factory besides its entries, an exception its arguments, and members of an enum are unique.
+    if issubclass(kind, (defaultdict, BaseException, enum.Enum)):
+        return None
+    # What is in slots is in no namespace.
+    if any(vars(base).get("__slots__") for base in kind.__mro__):
         return None
     bases: tuple[type, ...] = (OrderedDict, dict, list, tuple, object)
     base: Any = next(base for base in bases if issubclass(kind, base))
@@ -103,6 +109,7 @@ def _can_be_taken_apart(value: Any) -> bool:
     """True if a value can be made again of its parts, and for a plain object also if it holds tensors."""
     kind: Any = type(value)
     base = _base_of(kind)
+    # These declare that they are nothing but their fields.
     if base is None or is_dataclass(kind) or hasattr(kind, "__attrs_attrs__"):
         return base is not None
     leaves = _leaves_within(value, ())
@@ -116,19 +123,24 @@ def _leaves_within(value: Any, around: tuple[Any, ...]) -> list[Any] | None:
     # An object of C++ has no namespace that shows what it holds.
     kind: Any = type(value)
     has_parts = _base_of(kind) is not object or isinstance(attribute_of(value, "__dict__"), dict)
-    if not has_parts or any(value is each for each in around):
+    # One that holds itself would be taken apart for ever.
+    holds_itself = any(value is outer for outer in around)
+    if not has_parts or holds_itself:
         return None
-    found: list[Any] = []
-    for leaf in tree_leaves(_taken_apart(value)[0]):
+    leaves: list[Any] = []
+    parts, _ = _taken_apart(value)
+    for leaf in tree_leaves(parts):
         if isinstance(leaf, (torch.Tensor, *_PLAIN)):
-            found.append(leaf)
+            leaves.append(leaf)
             continue
         inner_kind: Any = type(leaf)
-        inner = None if _base_of(inner_kind) is None else _leaves_within(leaf, (*around, value))
-        if inner is None:
+        if _base_of(inner_kind) is None:
             return None
-        found += inner
-    return found
+        inner_leaves = _leaves_within(leaf, (*around, value))
+        if inner_leaves is None:
+            return None
+        leaves += inner_leaves
+    return leaves
 
 
 def _taken_apart(record: Any) -> tuple[list[Any], Any]:
@@ -143,16 +155,22 @@ def _taken_apart(record: Any) -> tuple[list[Any], Any]:
     shows_itself = namespace is record
     if not shows_itself:
         names.update(dict.fromkeys(namespace))
-    found = {name: attribute_of(record, name, _MISSING) for name in names}
-    found = {name: value for name, value in found.items() if value is not _MISSING}
+    attributes: dict[str, Any] = {}
+    for name in names:
+        # A declared field may have no value yet, or be deleted.
+        value = attribute_of(record, name, _MISSING)
+        if value is not _MISSING:
+            attributes[name] = value
     keys, entries = _entries_of(record)
-    return [*entries, *found.values()], (kind, keys, tuple(found), shows_itself)
+    return [*entries, *attributes.values()], (kind, keys, tuple(attributes), shows_itself)
 
 
 def _entries_of(record: Any) -> tuple[tuple[Any, ...], list[Any]]:
     """Keys and values of a container of a class of the user's, whose own methods are not asked; of others, none."""
     if isinstance(record, dict):
-        items = [*(OrderedDict if isinstance(record, OrderedDict) else dict).items(record)]
+        # dict.items does not see the order of an OrderedDict.
+        base = OrderedDict if isinstance(record, OrderedDict) else dict
+        items = [*base.items(record)]
         return tuple(key for key, _ in items), [value for _, value in items]
     entries: list[Any] = []
     if isinstance(record, tuple):
@@ -189,6 +207,7 @@ def _put_together(values: Iterable[Any], context: Any) -> Any:
     else:
         record = object.__new__(kind)
     for name, value in zip(names, parts[len(keys) :], strict=True):
+        # A frozen dataclass refuses to be set in its own way.
         object.__setattr__(record, name, value)
     return record
 
@@ -221,6 +240,7 @@ def watch_containers(value: Any) -> Callable[[], bool]:
     """A function that says whether containers in a value hold anything else than now. It keeps no tensor alive."""
     leaves, spec = tree_flatten(value)
     before = [ref(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    # A closure holds the names that it mentions, and with this one all tensors.
     del leaves
 
     def changed() -> bool:

@@ -55,10 +55,15 @@ take_back: Callable[[torch.library.Library], None] = methodcaller("_destroy")
 """Undo what a library has registered. Else that happens whenever garbage is collected."""
 
 
-def written_arguments(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def written_arguments(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Iterator[Any]:
     """Arguments that an operator is given to write to."""
     yield from written_by_message(func, args)
     schema = schema_of(func)
+    # Most operators change nothing, and this is asked for each that is recorded.
     if not schema.is_mutable:
         return
     for place, argument in enumerate(schema.arguments):

@@ -45,7 +45,10 @@ def group_beside(members: frozenset[int]) -> Any:
             ranks = sorted(members)
         # Without the last argument, processes that are not in the group would have to make it, too.
         groups[members] = dist.new_group(
-            ranks, timeout=_patience_of(everyone), backend="gloo", use_local_synchronization=True
+            ranks,
+            timeout=_patience_of(everyone),
+            backend="gloo",
+            use_local_synchronization=True,
         )
     return groups[members]
 
@@ -66,6 +69,7 @@ def copied_as_they_are() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
+    # A group is an object of C++ that deepcopy cannot pickle. What is in this table, deepcopy asks before.
     before = copyreg.dispatch_table.get(dist.ProcessGroup)
     copyreg.dispatch_table[dist.ProcessGroup] = _needs_no_copy
     try:

@@ -44,4 +44,6 @@ def allocation_of(event: Any) -> Any | None:
     The public events of ``torch.profiler`` have sums by operation, and no single blocks.
     """
     kind, details = event.typed
-    return details if kind == torch._C._profiler._EventType.Allocation else None
+    if kind == torch._C._profiler._EventType.Allocation:
+        return details
+    return None

@@ -26,6 +26,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 def hooks_for_saved_tensors() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The innermost ``saved_tensors_hooks``, which can be set but not read in public; None without any."""
+    # True: also while the computation is traced.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks or None
 

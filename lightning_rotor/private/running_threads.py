@@ -38,6 +38,7 @@ def threads() -> int:
     frames = sys._current_frames()
     # A frame that holds itself would keep the tensors of all its callers alive.
     frames.pop(threading.get_ident())
+    # This thread.
     count = 1
     for frame in frames.values():
         file = _started_in(frame)

@@ -48,8 +48,13 @@ def units_in(modules: Iterable[nn.Module]) -> tuple[Unit, ...]:
     # This is asked at every call, and mostly there is no FSDP.
     if not kind:
         return ()
-    sharded = [submodule for module in modules for submodule in module.modules() if isinstance(submodule, kind)]
-    return tuple(map(Unit, dict.fromkeys(sharded)))
+    # A dict in the place of a set that keeps its order: modules may hold each other.
+    sharded: dict[nn.Module, None] = {}
+    for module in modules:
+        for submodule in module.modules():
+            if isinstance(submodule, kind):
+                sharded[submodule] = None
+    return tuple(map(Unit, sharded))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +158,7 @@ def gathered(units: Iterable[Unit]) -> Iterator[None]:
 @contextmanager
 def left_as_found(units: Iterable[Unit]) -> Iterator[None]:
     """Spread again what a recomputation gathers, except where the backward stands: it needs the parameters next."""
+    # Without a backward that runs, this is no recomputation, and FSDP spreads its units by itself.
     spread: list[Unit] = []
     if backward_number() is not None:
         spread = [unit for unit in units if not unit.is_whole]
@@ -171,8 +177,12 @@ def as_found(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     units = units_in(modules)
     states = [unit.module._get_fsdp_state() for unit in units]
-    groups = [group for unit in units for group in unit._groups]
+    groups = []
+    for unit in units:
+        groups += unit._groups
+    # Both have a state: of where the unit is in its forward or backward.
     before = [(owner, owner._training_state) for owner in (*states, *groups)]
+    # The first unit that runs takes itself for the root of the step's forward, and stays it until a backward ends.
     roots = [(state._state_ctx, state._state_ctx.iter_forward_root) for state in states]
     spread = [unit for unit in units if not unit.is_whole]
 
@@ -229,7 +239,10 @@ def _unordered(units: tuple[Unit, ...]) -> Iterator[None]:
 
 
 def _orders_of(units: tuple[Unit, ...]) -> list[list[Any]]:
-    return [order for unit in units for order in unit._orders]
+    orders = []
+    for unit in units:
+        orders += unit._orders
+    return orders
 
 
 def messages_bytes(module: nn.Module) -> int:
@@ -237,6 +250,7 @@ def messages_bytes(module: nn.Module) -> int:
     # The message of one unit's parameters and that of another one's gradients may be on their way at once.
     largest_gathered = largest_reduced = staying = 0
     for unit in units_in((module,)):
+        # Its parameters are there already, and need no message.
         if unit.is_whole:
             continue
         sizes = unit.sizes
@@ -249,6 +263,7 @@ def messages_bytes(module: nn.Module) -> int:
 
 def _sizes_of(group: Any) -> UnitSizes:
     """Bytes of a group of parameters. Its shards are padded to one size."""
+    # A group that only replicates (DDP by fully_shard) has no such size.
     processes = getattr(group.mesh_info, "shard_mesh_size", 1)
     total = UnitSizes()
     for parameter in group.fsdp_params:

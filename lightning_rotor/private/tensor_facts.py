@@ -20,7 +20,7 @@ def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
     try:
         return [*map(version_of, tensors), *map(identity_of, map(torch.Tensor.untyped_storage, tensors))]
     except RuntimeError:
-        # Tensors of inference mode have no version, sparse ones no storage.
+        # One by one: tensors of inference mode have no version, sparse ones no storage.
         versions = [_version_or_0(tensor) for tensor in tensors]
         identities = [_identity_or_0(tensor) for tensor in tensors]
         return [*versions, *identities]

@@ -19,5 +19,6 @@ def undone(undo: Callable[[], object]) -> Iterator[None]:
             undo()
             is_over = True
     finally:
+        # An interrupt has ended the first try somewhere in its middle. A second one seldom comes so soon.
         if not is_over:
             undo()

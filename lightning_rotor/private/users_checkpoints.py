@@ -21,6 +21,7 @@ class _Watch(NamedTuple):
     seen: set[bool]
 
 
+# One replacement serves all threads: of two, the one that ends first would put back what the other had replaced.
 _watches: list[_Watch] = []
 _changing = threading.Lock()
 
@@ -48,6 +49,7 @@ def noticed_checkpoints() -> Iterator[set[bool]]:
 
     with undone(stop):
         with _changing:
+            # A second watch would wrap what the first has put there.
             if not _watches:
                 module._CheckpointFrame = _Noticed(False, module._CheckpointFrame)
                 module.CheckpointFunction = _Noticed(True, module.CheckpointFunction)
@@ -59,7 +61,8 @@ class _Noticed:
     """A class that torch's checkpoint makes, or applies, and by which a call of it is noticed."""
 
     def __init__(self, reentrant: bool, original: Any) -> None:
-        self.original, self._reentrant = original, reentrant
+        self.original = original
+        self._reentrant = reentrant
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._note()
@@ -70,6 +73,7 @@ class _Noticed:
         return self.original.apply(*args, **kwargs)
 
     def _note(self) -> None:
+        # A checkpoint in another thread is none of this watch's model.
         for watch in _watches:
             if watch.thread == threading.get_ident():
                 watch.seen.add(self._reentrant)

@@ -57,11 +57,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The Python attributes that user code has given a tensor."""
     # Tensors that are made of others keep those there.
-    return {} if is_fake(tensor) or hasattr(tensor, "__tensor_flatten__") else vars(tensor)
+    if is_fake(tensor) or hasattr(tensor, "__tensor_flatten__"):
+        return {}
+    return vars(tensor)
 
 
 def watch_attributes(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
     """A function that says whether tensors have other attributes than now. It keeps none alive."""
+    # The dicts themselves, which live on without their tensors.
     before = [(attributes, dict(attributes)) for attributes in map(attributes_of, tensors)]
 
     def changed() -> bool:
@@ -112,7 +115,11 @@ def plain_parts(tensor: Any) -> list[torch.Tensor]:
         parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     else:
         return [tensor]
-    return [plain for part in parts for plain in plain_parts(part)]
+    # A part may be made of others in its turn, as in a DTensor of quantized weights.
+    plain: list[torch.Tensor] = []
+    for part in parts:
+        plain += plain_parts(part)
+    return plain
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -137,6 +144,7 @@ def address_of(tensor: torch.Tensor) -> int:
     if is_made_of_others(tensor):
         return next(map(address_of, plain_parts(tensor)), 0)
     storage = tensor.untyped_storage()
+    # All fake tensors have the address 0. Empty ones keep it, as real ones without memory do.
     if is_fake(tensor):
         return identity_of(storage) if storage.nbytes() else 0
     return storage.data_ptr()
@@ -149,6 +157,7 @@ def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
 
 def sizes_by_address(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """The distinct storages under some dense tensors, and how many bytes torch asked for."""
+    # By address, so that a view counts with its base. The storage's bytes, as a small view keeps all of it alive.
     sizes = {}
     for tensor in tensors:
         parts = plain_parts(tensor) if is_made_of_others(tensor) else [tensor]
@@ -163,10 +172,12 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         return True
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
+    # Without values, nothing but the shape could differ.
     if is_fake(left) or is_fake(right):
         return True
     if is_made_of_others(left) or is_made_of_others(right):
-        left_parts, right_parts = plain_parts(left), plain_parts(right)
+        left_parts = plain_parts(left)
+        right_parts = plain_parts(right)
         if type(left) is not type(right) or len(left_parts) != len(right_parts):
             return False
         return all(map(same_bits, left_parts, right_parts))
@@ -220,11 +231,13 @@ def call_with(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with a sample: a tuple for several, a dict for keywords."""
     if isinstance(sample, dict):
         return (), sample
-    return sample if isinstance(sample, tuple) else (sample,), {}
+    args = sample if isinstance(sample, tuple) else (sample,)
+    return args, {}
 
 
 def uncounted_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, on the CPU in NumPy's memory, so that it does not show in the peak of torch's allocator."""
+    # Its class says how it is copied; nobody else can put it together.
     if is_made_of_others(tensor):
         return tensor.detach().clone()
     return uncounted_like(tensor).copy_(tensor.detach())
@@ -236,5 +249,6 @@ def uncounted_like(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or not tensor.numel() or is_made_of_others(tensor):
         return torch.empty_like(tensor)
     # Not by tensor.numpy(), after which nobody can resize the tensor.
+    # In bytes, for NumPy has no bfloat16.
     memory = torch.from_numpy(np.empty(tensor.nbytes, np.uint8))
     return memory.view(tensor.dtype).view(tensor.shape)

@@ -31,7 +31,11 @@ class AssumedValues(private.TorchDispatchMode):
         self._number = number
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         try:
@@ -83,19 +87,33 @@ def _places_of_all_boxes(boxes: torch.Tensor, *_: Any, **__: Any) -> torch.Tenso
     return boxes.new_empty(len(boxes), dtype=torch.int64)
 
 
-def _bincount(tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+def _bincount(
+    tensor: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    minlength: int = 0,
+) -> torch.Tensor:
     # Entries are 0 and 1 at least, as those of masks and labels.
     return tensor.new_empty(max(2, minlength))
 
 
-def _ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses, and what the backward reads: a number for each step, and each label with blanks around it."""
     steps, size = log_probs.shape[:2]
     longest = targets.shape[1] if targets.dim() > 1 else targets.numel()
     return log_probs.new_empty(size), log_probs.new_empty(size, steps, 2 * longest + 1)
 
 
-def _unique(packet: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def _unique(
+    packet: Any,
+    tensor: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, ...]:
     """Results of ``unique`` and its kin for entries that all differ: entries, places in them, and counts."""
     if packet is _aten.unique_dim:
         dim = args[0] if args else kwargs["dim"]
@@ -109,7 +127,9 @@ def _unique(packet: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tup
 
 
 def _pack_padded_sequence(
-    tensor: torch.Tensor, lengths: torch.Tensor, batch_first: bool
+    tensor: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries of padded sequences in a row, and how many sequences have one at each time."""
     size, steps = tensor.shape[:2] if batch_first else tensor.shape[1::-1]
@@ -151,7 +171,13 @@ class AssumedArrays(TorchFunctionMode):
         super().__init__()
         self._counts = counts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func in (torch.Tensor.numpy, torch.Tensor.__array__) and is_fake(args[0]):
             return self._array(args[0])
         if func is torch.Tensor.__deepcopy__:
@@ -182,7 +208,13 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return copied
 
 
-def _run_packed(func: Any, data: torch.Tensor, sizes: torch.Tensor, state: Any, *settings: Any) -> Any:
+def _run_packed(
+    func: Any,
+    data: torch.Tensor,
+    sizes: torch.Tensor,
+    state: Any,
+    *settings: Any,
+) -> Any:
     """Results of a recurrent layer on packed sequences, which take the compute of one that is as long as all."""
     is_lstm = isinstance(state, tuple)
     states = state if is_lstm else (state,)
@@ -195,13 +227,18 @@ def _run_packed(func: Any, data: torch.Tensor, sizes: torch.Tensor, state: Any, 
 
 
 def _padded(
-    data: torch.Tensor, sizes: torch.Tensor, batch_first: bool, value: float, total: int
+    data: torch.Tensor,
+    sizes: torch.Tensor,
+    batch_first: bool,
+    value: float,
+    total: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Packed sequences side by side, and their lengths."""
     known_sizes = private.value_of(sizes)
     with private.no_dispatch():
         sizes_by_step = [1] * len(sizes) if known_sizes is None else known_sizes.tolist()
-    batch, steps = max(sizes_by_step), max(total, len(sizes_by_step))
+    batch = max(sizes_by_step)
+    steps = max(total, len(sizes_by_step))
     padded = data.new_full((batch * steps, *data.shape[1:]), value)
     # The entries get there by an operation that autograd follows.
     places = data.new_empty(len(data), dtype=torch.int64)

@@ -204,7 +204,8 @@ class _MeasuredStage:
 
     def cost(self, *, waiting_gradient_bytes: int, added_gradient_bytes: int) -> StageCost:
         """Its costs in the chain, with skips by their numbers there."""
-        profiler, cost = self.stage.profiler, self.measurement.cost
+        profiler = self.stage.profiler
+        cost = self.measurement.cost
         skips = profiler.ends.skips
         options = []
         for option in cost.options:
@@ -357,7 +358,12 @@ class _ChainProfiler:
         self._chain[number] = _MeasuredStage(measured.stage, measurement, layouts)
         return True
 
-    def _measurement(self, stage: _ChainStage, layouts: Layouts, boundary: Boundary | None) -> StageMeasurement | None:
+    def _measurement(
+        self,
+        stage: _ChainStage,
+        layouts: Layouts,
+        boundary: Boundary | None,
+    ) -> StageMeasurement | None:
         """The measurement of a stage, made once for all that look the same; None if it needs a boundary to be made."""
         key = stage.key(layouts)
         # Where processes run together, one that knows a stage must run it all the same if another does not.
@@ -379,7 +385,11 @@ class _ChainProfiler:
             self._drawn |= drawn_since(before, partial(_run_again, profiler), certain=self._drawn)
         return measurement
 
-    def _under_all_options(self, stage: _ChainStage, profiler: StageProfiler) -> StageMeasurement:
+    def _under_all_options(
+        self,
+        stage: _ChainStage,
+        profiler: StageProfiler,
+    ) -> StageMeasurement:
         """Costs of a stage: kept, under the budgets of a compiler, and inverted."""
         with _alone(profiler) as profiler:
             measurement = measure(profiler)
@@ -427,7 +437,8 @@ class _ChainProfiler:
 
     def _chain_stage(self, number: int, boundary: Boundary) -> _ChainStage:
         """A stage with all that is known before it is measured."""
-        stage, behaviour = self.stages[number], self.behaviours[number]
+        stage = self.stages[number]
+        behaviour = self.behaviours[number]
         state = state_of(stage, behaviour.updating, self._scratch)
         state = replace(state, written=behaviour.written, drawn=behaviour.drawn)
         generators = GeneratorStates(self._device)
@@ -499,7 +510,12 @@ class _ChainProfiler:
 
 
 def _way(
-    number: int, stage: Stage, boundary: Boundary, *, draws_random: bool, state: SegmentState
+    number: int,
+    stage: Stage,
+    boundary: Boundary,
+    *,
+    draws_random: bool,
+    state: SegmentState,
 ) -> tuple[Way | None, str]:
     """The way in which a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible

@@ -45,7 +45,12 @@ class CpuRecording(Recording):
             back behind it (torch 2.14).
     """
 
-    def __init__(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        of_step: bool = False,
+        older: Mapping[int, int] | None = None,
+    ) -> None:
         super().__init__()
         # One, and another one after each pause.
         self._logs: list[AllocationLog] = []
@@ -123,11 +128,15 @@ class CpuRecording(Recording):
         if address in self._own:
             own_bytes = self._own.pop(address)
             # Where all older blocks count, the log's own word does, for old and new ones alike.
-            return size_bytes if self._of_step and self._older is None else -own_bytes
+            if self._of_step and self._older is None:
+                return size_bytes
+            return -own_bytes
         if not self._of_step:
             return 0
         self.given_back.add(address)
-        return size_bytes if self._older is None else -self._older.get(address, 0)
+        if self._older is None:
+            return size_bytes
+        return -self._older.get(address, 0)
 
 
 def _blocks_in(log: AllocationLog) -> list[tuple[int, Any]]:

@@ -75,6 +75,7 @@ def _await_messages(device: torch.device) -> None:
     level_bytes = kind.levels(device).allocated_bytes
     while True:
         time.sleep(1e-3)
-        before_bytes, level_bytes = level_bytes, kind.levels(device).allocated_bytes
+        before_bytes = level_bytes
+        level_bytes = kind.levels(device).allocated_bytes
         if level_bytes == before_bytes:
             return

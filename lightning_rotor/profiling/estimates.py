@@ -6,7 +6,7 @@ the CPU save other tensors for their backward than a GPU's. So some are replaced
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from lightning_rotor.profiling.dry_run import unlogged
 from lightning_rotor.profiling.estimating_meter import EstimatingMeter
 from lightning_rotor.profiling.input_spec import InputSpec, arguments
 from lightning_rotor.profiling.models_without_memory import give_fake_tensors
+from lightning_rotor.stages.sequential import Stage
 
 
 def estimate_profile(
@@ -42,7 +43,25 @@ def estimate_profile(
     floating: torch.dtype | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """The profile that :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes.
+    """:func:`estimate_profiles` of the stages as they are cut."""
+    profiles = estimate_profiles(
+        model, inputs, accelerator, [tuple], like=like, autocast=autocast, floating=floating, progress=progress
+    )
+    return profiles[0]
+
+
+def estimate_profiles(
+    model: nn.Module,
+    inputs: Sequence[InputSpec],
+    accelerator: Accelerator,
+    ways: Sequence[Callable[[Sequence[Stage]], Sequence[Stage]]],
+    *,
+    like: Literal["cpu", "cuda"] = "cuda",
+    autocast: torch.dtype | None = None,
+    floating: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> list[Profile]:
+    """Profiles that :func:`~lightning_rotor.profiling.profile_chain` would measure on an accelerator, from shapes.
 
     What kernels allocate for themselves is missing from peaks; seconds are a roofline's.
 
@@ -50,6 +69,7 @@ def estimate_profile(
         model: On ``meta``; its tensors become fake ones.
         inputs: Of a call.
         accelerator: For the seconds.
+        ways: To put the stages of one cut together, a profile for each.
         like: Decides on operators and allocator: on ``"cuda"`` dropout keeps a byte an element instead of a float,
             attention with dropout is fused, and blocks are multiples of 512 bytes.
         autocast: The type to compute in; None without autocast.
@@ -65,10 +85,14 @@ def estimate_profile(
         with mode, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None), unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)
             cut = sequentialize(model, args, kwargs)
-            value = cut.bind(args, kwargs)
+            profiles = []
             with meter, _fused_as_on_cuda() if like == "cuda" else nullcontext():
-                # A roofline says the same each time.
-                return profile_chain(cut.stages, value, repeats=1, meter=meter, progress=progress)
+                for together in ways:
+                    value = cut.bind(args, kwargs)
+                    # A roofline says the same each time.
+                    stages = together(cut.stages)
+                    profiles.append(profile_chain(stages, value, repeats=1, meter=meter, progress=progress))
+            return profiles
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ModelError(
             f"the forward of {type(model).__name__} cannot be run on shapes alone, for it needs values of tensors or "
@@ -97,7 +121,13 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 
 
 def _attention(
-    query: Any, key: Any, value: Any, mask: Any = None, dropout_p: float = 0.0, *rest: Any, **options: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    dropout_p: float = 0.0,
+    *rest: Any,
+    **options: Any,
 ) -> Any:
     """Attention without dropout. Fused kernels draw their mask again in the backward, so it takes no memory."""
     plain = torch.ops.aten.scaled_dot_product_attention.default

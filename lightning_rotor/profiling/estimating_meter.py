@@ -44,7 +44,12 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._recording = Recording()
 
-    def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
+    def new_recording(
+        self,
+        *,
+        of_step: bool = False,
+        older: Mapping[int, int] | None = None,
+    ) -> Recording:
         """A recording of what is made from now on, until the next one."""
         self._recording = Recording()
         return self._recording
@@ -54,7 +59,11 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         return self._seconds
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         taken = _tensors_in((args, kwargs))
@@ -106,7 +115,12 @@ def _bytes_of_storages(tensors: Sequence[torch.Tensor]) -> int:
     return sum(sizes.values())
 
 
-def _operations(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+def _operations(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> float:
     """FLOPs of an operator that multiplies matrices; 0 for others, whose time is that of their bytes."""
     count: Any = _FLOPS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
     if count is None:

@@ -26,7 +26,13 @@ MOST_KNOWN = 2**16
 class _CopyWithValues(private.FakeCopyMode):
     """Lets small tensors keep their values in a deep copy. Parameters lose them: all compute would become real."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             tensor, memo = args
             if _keeps_values(tensor):
@@ -42,7 +48,11 @@ def _keeps_values(tensor: torch.Tensor) -> bool:
 
 
 def fake_copy(
-    value: Any, mode: private.FakeTensorMode, replacements: Mapping[int, Any], *, with_values: bool = False
+    value: Any,
+    mode: private.FakeTensorMode,
+    replacements: Mapping[int, Any],
+    *,
+    with_values: bool = False,
 ) -> Any:
     """A deep copy with fake tensors in the place of tensors.
 

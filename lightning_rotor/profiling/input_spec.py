@@ -44,7 +44,12 @@ class InputSpec:
             shape = tuple(map(int, re.split("[x,]", match["shape"])))
         return cls(shape, _DTYPES[dtype], match["name"])
 
-    def make(self, device: torch.device | str, *, floating: torch.dtype | None = None) -> torch.Tensor:
+    def make(
+        self,
+        device: torch.device | str,
+        *,
+        floating: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """A tensor of random numbers, or of ones if they are whole: a valid index, and a mask that masks nothing."""
         if not self.dtype.is_floating_point:
             return torch.ones(self.shape, dtype=self.dtype, device=device)
@@ -55,7 +60,10 @@ class InputSpec:
 
 
 def arguments(
-    inputs: Sequence[InputSpec], device: torch.device | str, *, floating: torch.dtype | None = None
+    inputs: Sequence[InputSpec],
+    device: torch.device | str,
+    *,
+    floating: torch.dtype | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """Tensors for a call, positional and by keyword."""
     positional = []

@@ -33,7 +33,8 @@ def with_inverse(profiler: StageProfiler, measurement: StageMeasurement) -> Stag
 
 def _objection(profiler: StageProfiler, cost: StageCost) -> str:
     """Why a stage with an inverse cannot be inverted where it is; empty if it can."""
-    leaves, ends = profiler.boundary.leaves, profiler.ends
+    leaves = profiler.boundary.leaves
+    ends = profiler.ends
     if any(place is not None for place in ends.inputs):
         return "its input is the caller's, or is read elsewhere, too"
     if any(place is not None for place in ends.outputs):

@@ -40,7 +40,12 @@ class Meter(Protocol):
         """True if somebody else measures by the same means now."""
         return False
 
-    def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
+    def new_recording(
+        self,
+        *,
+        of_step: bool = False,
+        older: Mapping[int, int] | None = None,
+    ) -> Recording:
         """A recording that has not begun, of a whole step or of one stage.
 
         ``older`` has sizes by address of older blocks whose frees count in a step, and no others; None: all count.
@@ -80,7 +85,12 @@ class CpuMeter(Meter):
         """True while torch's profiler records: there is room for one."""
         return is_profiling()
 
-    def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
+    def new_recording(
+        self,
+        *,
+        of_step: bool = False,
+        older: Mapping[int, int] | None = None,
+    ) -> Recording:
         """A recording that has not begun."""
         return CpuRecording(of_step=of_step, older=older)
 
@@ -99,7 +109,12 @@ class CudaMeter(Meter):
         self._kind = kind_of(device)
         self.block_bytes = self._kind.block_bytes
 
-    def new_recording(self, *, of_step: bool = False, older: Mapping[int, int] | None = None) -> Recording:
+    def new_recording(
+        self,
+        *,
+        of_step: bool = False,
+        older: Mapping[int, int] | None = None,
+    ) -> Recording:
         """A recording that has not begun. The statistics count all older blocks, whose sizes the allocator knows."""
         return CudaRecording(self._device, of_step=of_step)
 

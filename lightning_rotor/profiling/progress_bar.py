@@ -1,21 +1,28 @@
-"""A progress bar for measuring, which stays out of sight while measuring is quick."""
+"""Progress bars for measuring and planning, which stay out of sight while those are quick."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from rich.console import Console
 from rich.errors import LiveError
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 _LONG_SECONDS = 2.0
+_REFRESH_SECONDS = 0.2
+# Chains of fewer stages are planned within a fraction of a second, and no thread is worth starting for them.
+_LONG_CHAIN = 64
 
 
 @contextmanager
 def measuring_progress(
-    *, enabled: bool = True, clock: Callable[[], float] = time.monotonic, console: Console | None = None
+    *,
+    enabled: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+    console: Console | None = None,
 ) -> Iterator[Callable[[int, int], None]]:
     """Show how many stages are measured once that takes long, on the error stream by default, until the end."""
     with ExitStack() as displays:
@@ -25,7 +32,13 @@ def measuring_progress(
 class _Bar:
     """A bar that appears when time has passed, on a terminal that nobody else uses."""
 
-    def __init__(self, displays: ExitStack, enabled: bool, clock: Callable[[], float], console: Console | None) -> None:
+    def __init__(
+        self,
+        displays: ExitStack,
+        enabled: bool,
+        clock: Callable[[], float],
+        console: Console | None,
+    ) -> None:
         self._displays = displays
         self._enabled = enabled
         self._clock = clock
@@ -50,3 +63,40 @@ class _Bar:
             self._enabled = False
         else:
             self._bar = bar
+
+
+@contextmanager
+def planning_progress(
+    stages: int, *, enabled: bool = True, long_seconds: float = _LONG_SECONDS, console: Console | None = None
+) -> Iterator[None]:
+    """Show that a chain is being planned once that takes long, until the end.
+
+    The planner does not know how much is left, and its compiled loops give Python's lock away: so another thread shows
+    the seconds that have passed.
+    """
+    if not enabled or stages < _LONG_CHAIN:
+        yield
+        return
+    done = threading.Event()
+    arguments = (stages, done, long_seconds, console)
+    thread = threading.Thread(target=_show_seconds, args=arguments, name="planning progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _show_seconds(stages: int, done: threading.Event, long_seconds: float, console: Console | None) -> None:
+    """Show for how long a chain has been planned for, from a moment on until it is done."""
+    if done.wait(long_seconds):
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # What is only shown never ends training: the stream may be closed, or another display have the terminal.
+    with suppress(Exception):
+        bar = Progress(*columns, console=console or Console(stderr=True), transient=True, auto_refresh=False)
+        bar.add_task(f"planning {stages} stages", total=None)
+        with bar:
+            while not done.wait(_REFRESH_SECONDS):
+                bar.refresh()

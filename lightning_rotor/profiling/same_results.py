@@ -28,7 +28,12 @@ from lightning_rotor.stages.holders import PLAIN
 from lightning_rotor.stages.sequential import Stage, wiring_of
 
 
-def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def require_same(
+    module: nn.Module,
+    cut: GraphCut,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
     """Raise ModelError unless stages give a module's outputs, buffers and random numbers on a call, if it repeats."""
     name = type(module).__name__
     call = _Call(module, cut, args, kwargs)
@@ -64,7 +69,13 @@ def require_same(module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: 
 class _Call:
     """A call of a module, with copies of its arguments each time, as it is and by its stages."""
 
-    def __init__(self, module: nn.Module, cut: GraphCut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        cut: GraphCut,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         self._module = module
         self._cut = cut
         value = tuple(args), dict(kwargs)

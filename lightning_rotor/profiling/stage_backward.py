@@ -105,7 +105,10 @@ class StageBackward:
         ends: Any = [*self._inputs, *self._parameters]
         try:
             gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                root, ends, torch.empty_like(root), allow_unused=True
+                root,
+                ends,
+                torch.empty_like(root),
+                allow_unused=True,
             )
         finally:
             self._times.append(self._meter.now())
@@ -126,7 +129,11 @@ class StageBackward:
             layouts_by_key.setdefault(key, []).append(layout)
         return layouts_by_key
 
-    def _sizes(self, layouts_by_key: Mapping[int, list[Layout]], parameters: tuple[int, ...]) -> Gradients:
+    def _sizes(
+        self,
+        layouts_by_key: Mapping[int, list[Layout]],
+        parameters: tuple[int, ...],
+    ) -> Gradients:
         block_bytes = self._meter.block_bytes
         of_link: list[Layout] = []
         skip_bytes = {}
@@ -195,7 +202,9 @@ def _tensors_that_learn(leaves: Sequence[Any], places: Sequence[int | None]) -> 
 
 
 def _tensors_with_given_gradients(
-    ends: StageEnds, leaves: Sequence[Any], output: Any
+    ends: StageEnds,
+    leaves: Sequence[Any],
+    output: Any,
 ) -> list[tuple[torch.Tensor, int]]:
     """The tensors whose gradients a stage is given, with their keys."""
     leaves_out = tree_flatten(output)[0]

@@ -257,7 +257,8 @@ def _boundaries(stage: Stage, output: Any) -> tuple[Boundary, ...]:
 
 def _same(outputs: Sequence[Boundary], others: Sequence[Boundary]) -> bool:
     """True if the tensors are the same in each bit."""
-    mine, theirs = _tensors_of(outputs), _tensors_of(others)
+    mine = _tensors_of(outputs)
+    theirs = _tensors_of(others)
     return len(mine) == len(theirs) and all(map(same_bits, mine, theirs))
 
 

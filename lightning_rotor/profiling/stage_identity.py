@@ -18,7 +18,12 @@ from lightning_rotor.private.torch_names import HOOKS, STRUCTURE, is_compiled
 from lightning_rotor.stages.sequential import Stage
 
 
-def stage_identity(stage: Stage, compiled: CompiledModules, *, with_numbers: bool = True) -> tuple[Any, ...]:
+def stage_identity(
+    stage: Stage,
+    compiled: CompiledModules,
+    *,
+    with_numbers: bool = True,
+) -> tuple[Any, ...]:
     """A key that is equal for stages that cost the same, by all that can be told without running them.
 
     ``with_numbers=False`` leaves out whole numbers in attributes, since layers often know their own number.
@@ -52,7 +57,11 @@ def _wires(stage: Stage) -> list[Any]:
 
 
 def _module_identity(
-    module: nn.Module, compiled: CompiledModules, copies: Copies, *, with_numbers: bool
+    module: nn.Module,
+    compiled: CompiledModules,
+    copies: Copies,
+    *,
+    with_numbers: bool,
 ) -> tuple[Any, ...]:
     """Class, compiler, attributes, hooks and tensors of a module."""
     compiler, compilers_attributes = compiled.identity(module) if is_compiled(module) else (None, ())

@@ -118,7 +118,8 @@ class _Copies:
     def of(self, leaf: torch.Tensor, *, requires_grad: bool, whole: bool) -> torch.Tensor:
         """A copy of a leaf; if ``whole``, within a copy of its storage, which it keeps alive as in training."""
         source = leaf.detach().requires_grad_(requires_grad)
-        address, storage = address_of(leaf), leaf.untyped_storage()
+        address = address_of(leaf)
+        storage = leaf.untyped_storage()
         # Tensors without memory are all at address 0, and share nothing.
         is_only_user = self._users[address] == 1 or not address
         fills_its_storage = storage.nbytes() <= leaf.nbytes and is_only_user

@@ -229,7 +229,11 @@ class StageProfiler:
         return StageMeasurement(cost, gradients)
 
     def recorded_run(
-        self, *, hold_input: bool, hold_output: bool, gives_up_saved: bool = False
+        self,
+        *,
+        hold_input: bool,
+        hold_output: bool,
+        gives_up_saved: bool = False,
     ) -> tuple[Option, Gradients]:
         """One recorded forward and its backward. Who holds the input of an inverted stage wants it rebuilt."""
         saved = _SavedTensors(self.stage.name, gives_up=gives_up_saved)
@@ -351,7 +355,11 @@ class StageProfiler:
             saved_state_bytes=self._saved_state_bytes(saved.addresses),
         )
 
-    def _saved_outputs(self, recording: Recording, saved_skips: tuple[int, ...]) -> tuple[int, int]:
+    def _saved_outputs(
+        self,
+        recording: Recording,
+        saved_skips: tuple[int, ...],
+    ) -> tuple[int, int]:
         """Bytes of the link, and of the skips that the stage has made, that autograd has saved."""
         made_bytes = sum(self.ends.made_bytes)
         saved_made_bytes = sum(self.ends.made_bytes[place] for place in saved_skips)

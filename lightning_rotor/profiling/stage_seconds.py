@@ -43,7 +43,10 @@ class StageSeconds:
     def of(self, cost: StageCost) -> StageCost:
         """The costs of a stage that takes so long."""
         keep = replace(
-            cost.keep, forward_seconds=self.forward, replay_seconds=self.replay, backward_seconds=self.backward
+            cost.keep,
+            forward_seconds=self.forward,
+            replay_seconds=self.replay,
+            backward_seconds=self.backward,
         )
         # The discarded forward runs the same kernels. Timed by itself it may seem faster by chance, and a plan would
         # recompute for nothing.
@@ -91,7 +94,8 @@ class _Runs:
         Of processes that exchange messages the number of runs alone decides: they must run equally often, and their
         clocks differ.
         """
-        number, wanted = len(self._all), self._profiler.repeats
+        number = len(self._all)
+        wanted = self._profiler.repeats
         if self._profiler.ranks.together:
             return number >= wanted
         # What all runs would have taken undisturbed.

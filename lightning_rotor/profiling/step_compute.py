@@ -101,7 +101,14 @@ class StepCompute(AssumedValues):
         """The part of the step's FLOPs that a plan for this submodule would reach, between 0 and 1."""
         return self.plannable[name] / self.total if self.total else 0.0
 
-    def _call(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call(
+        self,
+        name: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The output of a submodule's forward, which is counted."""
         # A copy, which no plan reaches.
         if id(module) != self._counted[name]:
@@ -151,7 +158,11 @@ class StepCompute(AssumedValues):
         self.calls[name] += 1
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         assumed_before = self.assumed_values
@@ -197,7 +208,11 @@ _DRAWS = {torch.ops.aten.rand: torch.rand, torch.ops.aten.randn: torch.randn}
 
 
 def measure_compute(
-    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], *, replacements: Mapping[int, Any] | None = None
+    model: nn.Module,
+    inputs: Any,
+    step: Callable[[Any, Any], Any],
+    *,
+    replacements: Mapping[int, Any] | None = None,
 ) -> StepCompute:
     """FLOPs of a step on copies without values of the model and ``inputs``, as far as it can run on those.
 
@@ -222,7 +237,10 @@ def measure_compute(
 
 
 def _dry_step(
-    model: nn.Module, inputs: Any, step: Callable[[Any, Any], Any], replacements: Mapping[int, Any]
+    model: nn.Module,
+    inputs: Any,
+    step: Callable[[Any, Any], Any],
+    replacements: Mapping[int, Any],
 ) -> StepCompute:
     """The compute of a step up to its end, or to the line that needs a value."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -281,7 +299,13 @@ def _outputs_in(value: Any) -> list[torch.Tensor]:
     return [*tensors_in(value), *tensors_in(insides)]
 
 
-def _flops(formula: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+def _flops(
+    formula: Any,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> int:
     """FLOPs of an operator; one for each element of the result where torch has no formula."""
     name = packet_of(func).__name__
     # The registry knows the kernels of GPUs only.

@@ -63,7 +63,8 @@ class StepMeter:
 
     def stop(self) -> Recording:
         """End and return what was measured."""
-        recording, self._recording = self._recording, None
+        recording = self._recording
+        self._recording = None
         if recording is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")
         recording.stop()

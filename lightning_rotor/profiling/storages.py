@@ -35,7 +35,10 @@ class Storage:
 
 
 def storages_of(
-    leaves: Iterable[Any], born: int, by_address: dict[int, Storage], block_bytes: int
+    leaves: Iterable[Any],
+    born: int,
+    by_address: dict[int, Storage],
+    block_bytes: int,
 ) -> tuple[Storage | None, ...]:
     """The storage of each leaf; None if it is no tensor.
 

@@ -25,7 +25,11 @@ from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.user_code import code_of
 
 
-def undrawn(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
+def undrawn(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> frozenset[str]:
     """The generators that a module's forward does not draw from, if another thread may: it runs once to tell.
 
     Else none, as nobody minds if they are set back.

@@ -94,7 +94,11 @@ def with_variants(
 
 
 def _measured_variant(
-    profiler: StageProfiler, expected: _Outcome, alone: StageMeasurement, *, exact: bool
+    profiler: StageProfiler,
+    expected: _Outcome,
+    alone: StageMeasurement,
+    *,
+    exact: bool,
 ) -> StageCost | str:
     """The costs of a variant, or why it must not be used."""
     try:
@@ -147,7 +151,11 @@ def _largest_entry(tensors: Sequence[torch.Tensor | None]) -> float:
     return largest
 
 
-def _is_close(tensor: torch.Tensor | None, expected: torch.Tensor | None, scale: float) -> bool:
+def _is_close(
+    tensor: torch.Tensor | None,
+    expected: torch.Tensor | None,
+    scale: float,
+) -> bool:
     """True if two tensors differ by no more than rounding at this scale; by no bit if the scale is 0."""
     if tensor is None or expected is None:
         return tensor is expected

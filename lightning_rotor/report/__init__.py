@@ -7,10 +7,12 @@ and SVG. What is imported here registers itself in :mod:`lightning_rotor.shown`.
 - ``figures``: what all pictures share. ``timeline`` shows memory over a step, ``frontier_plot`` budget against
   overhead, ``pipeline_plot`` which device of a pipeline does what.
 - ``drawing``: the stages of a model, with ``operator_labels``, and ``repeats`` drawn once. ``notebooks``: HTML of all.
-- ``command_line``: ``lightning-rotor plan``. ``command_options`` may be asked, ``named_models`` by name;
-  ``command_plan`` plans, ``command_answer`` prints.
+- ``advice_table``: ways to train on several devices.
+- ``command_line``: ``lightning-rotor plan``, and its other commands. ``command_options`` may be asked, ``named_models``
+  by name; ``command_plan`` plans, ``command_answer`` prints.
 """
 
+from lightning_rotor.report.advice_table import advice_table
 from lightning_rotor.report.drawing import Drawing, draw_chain
 from lightning_rotor.report.figures import PlotError
 from lightning_rotor.report.frontier_plot import plot_frontier
@@ -23,6 +25,7 @@ from lightning_rotor.schedule import schedule_line
 __all__ = [
     "Drawing",
     "PlotError",
+    "advice_table",
     "chain_html",
     "draw_chain",
     "frontier_html",

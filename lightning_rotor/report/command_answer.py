@@ -73,7 +73,7 @@ def plan_as_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def advice_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
+def batch_sizes_as_json(advice: BatchSizeAdvice, model: str) -> dict[str, Any]:
     """Speed and memory of each batch size."""
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""``lightning-rotor plan``: what can be asked, how it is planned, the answer, and errors as messages.
+"""``lightning-rotor plan`` and ``advise``: what can be asked, how it is planned, the answer, and errors as messages.
 
 options ──► model, optimizer, batch ──► profile (measured or estimated) ──► plan ──► tables, JSON, pictures
 """
@@ -17,9 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from lightning_rotor.errors import RotorError, RotorWarning
-from lightning_rotor.report.command_answer import advice_as_json, answer_pictures, answer_tables, plan_as_json
+from lightning_rotor.report.advice_table import advice_as_json, advice_parts
+from lightning_rotor.report.command_answer import answer_pictures, answer_tables, batch_sizes_as_json, plan_as_json
 from lightning_rotor.report.command_options import parsed_options
-from lightning_rotor.report.command_plan import answer_to, find_batch_sizes
+from lightning_rotor.report.command_plan import advice_for, answer_to, find_batch_sizes
 from lightning_rotor.report.figures import PlotError, new_figure
 
 _FAILED = 2
@@ -51,9 +52,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-ro
 
 
 def _run(options: Namespace) -> None:
+    if options.command == "advise":
+        advice = advice_for(options)
+        _write(advice_as_json(advice, options.model) if options.json else advice_parts(advice))
+        return
     if options.batch_sizes is not None:
-        advice = find_batch_sizes(options)
-        _write(advice_as_json(advice, options.model) if options.json else [advice])
+        sizes = find_batch_sizes(options)
+        _write(batch_sizes_as_json(sizes, options.model) if options.json else [sizes])
         return
     if options.plot or options.plot_curve:
         new_figure(1, 1)  # an error before minutes of measuring

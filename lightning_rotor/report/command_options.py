@@ -1,4 +1,4 @@
-"""Options of ``lightning-rotor plan``: what can be asked."""
+"""Options of ``lightning-rotor plan`` and ``advise``: what can be asked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ examples:
   %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --gpu T4 --json
   %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --gpu T4 --batch-sizes
 """
+_ADVICE_EXAMPLES = """
+examples:
+  %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --devices 8 --precision bf16-true --batch 256
+  %(prog)s --model torchvision.models.vit_l_16 --input 32x3x224x224 --gpu A100-80GB --devices 8 --nodes 4
+"""
 DEFAULT_GPU = "A100-80GB"
+_BATCH = "samples of a step, on all devices together (default: those of --input on each)"
 _PRECISIONS = ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 
 
@@ -39,7 +45,8 @@ def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
         description="Train inside a memory limit: measure a model, plan the least recomputation that fits.",
     )
     parser.add_argument("--version", action="version", version=f"lightning-rotor {__version__}")
-    plan = parser.add_subparsers(dest="command", required=True).add_parser(
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser(
         "plan",
         help="plan a training step of a model, and say what it costs",
         description="Plan a training step of a model within a budget, and say what it costs.",
@@ -47,7 +54,17 @@ def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_options(plan)
+    advise = commands.add_parser(
+        "advise",
+        help="say what to run on several devices",
+        description="List ways to train a model on several devices that fit, fastest first, without running it.",
+        epilog=_ADVICE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_advice_options(advise)
     options = parser.parse_args(arguments)
+    if options.command == "advise":
+        return options
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
     options.device = options.device or ("meta" if described else "cpu")
     if described and options.device != "meta":
@@ -86,8 +103,9 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(_positive(int), text.split(",")))
 
 
-def _add_options(plan: argparse.ArgumentParser) -> None:
-    ask = plan.add_argument_group("the model").add_argument
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What is asked of the model by each command."""
+    ask = parser.add_argument_group("the model").add_argument
     ask("--model", required=True, metavar="PATH", help="what makes it: package.module.name, or file.py:name")
     many: dict[str, Any] = {"action": "append", "dest": "model_arguments", "default": []}
     said = "argument for it, a Python literal or a string; may be repeated"
@@ -96,12 +114,34 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     said = "argument of its forward: 64x3x224x224, 8x512:int64 (token ids) or mask=8x512:bool; may be repeated"
     ask("--input", type=_reading(InputSpec.parse), metavar="[NAME=]SHAPE[:DTYPE]", help=said, **many)
     ask("--precision", choices=_PRECISIONS, default="32-true", help="as Lightning's (default: %(default)s)")
+    said = "whose state counts: a class of torch.optim, such as sgd:momentum=0.9, or none (default: %(default)s)"
+    ask("--optimizer", default="adamw", metavar="NAME[:ARG=VALUE,...]", help=said)
 
+
+def _add_advice_options(advise: argparse.ArgumentParser) -> None:
+    _add_model_options(advise)
+    advise.add_argument("--batch", type=_positive(int), metavar="N", help=_BATCH)
+
+    ask = advise.add_argument_group("the devices").add_argument
+    ask("--gpu", default=DEFAULT_GPU, metavar="NAME", help="each device (default: %(default)s)")
+    ask("--devices", type=int, default=1, metavar="N", help="in a node (default: %(default)s)")
+    ask("--nodes", type=int, default=1, metavar="N", help="of so many devices (default: %(default)s)")
+    said = "what training may hold on each device: 70GiB, 80%%. Default: all but 1 GiB"
+    ask("--budget", metavar="SIZE", help=said)
+    said = "measured bytes per second from one device to another of its node, instead of a data sheet's"
+    ask("--link", type=_positive(float), metavar="N", help=said)
+    ask("--network", type=_positive(float), metavar="N", help="likewise, to a device of another node")
+
+    ask = advise.add_argument_group("the answer").add_argument
+    ask("--json", action="store_true", help="print JSON instead of a table, with the lines of Python of all ways")
+    ask("--traceback", action="store_true", help="show where an error comes from")
+
+
+def _add_options(plan: argparse.ArgumentParser) -> None:
+    _add_model_options(plan)
     ask = plan.add_argument_group("the memory").add_argument
     said = "what training may hold on the device: 4GiB, 10GB, 80%%. Default: what is free; of --gpu all but 1 GiB"
     ask("--budget", metavar="SIZE", help=said)
-    said = "whose state counts: a class of torch.optim, such as sgd:momentum=0.9, or none (default: %(default)s)"
-    ask("--optimizer", default="adamw", metavar="NAME[:ARG=VALUE,...]", help=said)
     said = "the budget is for activations and new gradients alone, as with Checkpointable"
     ask("--activations-only", action="store_true", help=said)
 

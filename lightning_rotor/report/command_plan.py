@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from lightning_rotor.advising import Advice, Cluster, advise
+from lightning_rotor.advising.advice import CONTEXT_BYTES
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.devices import KINDS
@@ -23,14 +25,12 @@ from lightning_rotor.profiling.accelerators import GPUS, Accelerator
 from lightning_rotor.profiling.estimates import estimate_profile
 from lightning_rotor.profiling.input_spec import InputSpec, arguments
 from lightning_rotor.profiling.models_without_memory import build_on_meta
-from lightning_rotor.profiling.progress_bar import measuring_progress
+from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.report.command_options import DEFAULT_GPU
 from lightning_rotor.report.named_models import model_maker, optimizers_for
 from lightning_rotor.units import parse_limit
 
-# For the CUDA context and libraries, and for what the allocator cannot use.
-_CONTEXT_BYTES = 2**30
 _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -49,7 +49,8 @@ def answer_to(options: Namespace) -> Answer:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
-    plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
+    with planning_progress(len(profile.chain), enabled=sys.stderr.isatty()):
+        plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
     frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
     return Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
@@ -73,6 +74,24 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
         batch_sizes=options.batch_sizes or None,
         slots=options.slots,
     )
+
+
+def advice_for(options: Namespace) -> Advice:
+    """Ways to train the model on the devices; ``RotorError`` if something is amiss or nothing fits."""
+    cluster = Cluster.of(
+        options.gpu, options.devices, options.nodes, link=options.link, network=options.network
+    )  # wrong ones are found before the model is made
+    with measuring_progress(enabled=sys.stderr.isatty()) as progress:
+        return advise(
+            model_maker(options.model, dict(options.model_arguments)),
+            options.inputs,
+            lambda model: optimizers_for(model, options.optimizer),
+            cluster,
+            batch=options.batch,
+            precision=options.precision,
+            mem_limit=options.budget,
+            progress=progress,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +136,7 @@ class _Case:
         described = {name: value for name, value in given.items() if value is not None}
         accelerator = replace(GPUS[options.gpu or DEFAULT_GPU], **described)
         total = accelerator.memory_bytes
-        budget = total - _CONTEXT_BYTES if limit is None else limit.on_device(total)
+        budget = total - CONTEXT_BYTES if limit is None else limit.on_device(total)
         return cls(options, model, accelerator, budget, resident, floating, mixed)
 
     @property

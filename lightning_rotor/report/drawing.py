@@ -35,7 +35,7 @@ from lightning_rotor.errors import ScheduleError
 from lightning_rotor.report.figures import INVERSION_COLOURS, PHASE_COLOURS
 from lightning_rotor.report.operator_labels import operator_labels
 from lightning_rotor.report.repeats import Run, folded, stage_keys
-from lightning_rotor.report.stage_names import from_to
+from lightning_rotor.report.stage_names import from_to, times
 from lightning_rotor.schedule import Schedule, Segment, leaves, segments_in
 from lightning_rotor.shown import printable
 from lightning_rotor.stages.sequential import Stage
@@ -227,7 +227,7 @@ class _Boxes:
         if depth == 1:
             return f"recomputed, {treatment}"
         if depth:
-            return f"recomputed {depth} deep, {treatment}"
+            return f"recomputed {times(depth)}, {treatment}"
         return treatment
 
     def _boundary(self, number: int) -> Text:

@@ -35,3 +35,8 @@ def _relative_name(start: str, end: str) -> str:
             break
         shared += 1
     return ".".join(parts[shared:])
+
+
+def times(count: int) -> str:
+    """A count of runs in words."""
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

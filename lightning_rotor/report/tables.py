@@ -6,19 +6,20 @@ Registered in :mod:`lightning_rotor.shown`, so that plans and curves show them w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import groupby
+from operator import itemgetter
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.planning.plan import plain_simulation
-from lightning_rotor.report.stage_names import from_to, shortened
-from lightning_rotor.schedule import Item, Leaf, schedule_line, segments_in
-from lightning_rotor.shown import cell, table_of
+from lightning_rotor.report.stage_names import from_to, shortened, times
+from lightning_rotor.schedule import Item, Leaf, schedule_line
+from lightning_rotor.shown import cell, printable, table_of
 from lightning_rotor.simulator import held_by_stage
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -45,45 +46,76 @@ def plan_table(
     final_peak_bytes: int = 0,
     measured_peak_bytes: int | None = None,
     plain_peak_bytes: int | None = None,
+    measured_overhead: float | None = None,
+    measuring_seconds: float | None = None,
+    memory_rows: Iterable[tuple[str, str]] = (),
     extra_rows: Iterable[tuple[str, str]] = (),
+    reason: str = "",
 ) -> Table:
-    """Summarise a plan in a few rows, for ``rich.print``.
+    """Summarise a plan in a few rows, for ``rich.print``, in the order of a reader's questions.
 
-    ``reserved_bytes``, what the process holds besides activations, are added to the plan's budget and peaks, and are
-    included in the measured and the plain peak. ``final_peak_bytes`` is the peak behind the backward, when optimizers
-    step, which no plan changes. The plain peak is the simulator's unless it is given, and the limit what the plan was
-    to keep.
+    Does it fit, what does it cost, what is recomputed, could it be better. ``reserved_bytes``, what the process holds
+    besides activations, are added to the plan's budget and peaks, and are included in the measured and the plain peak.
+    ``final_peak_bytes`` is the peak behind the backward, when optimizers step, which no plan changes. The plain peak is
+    the simulator's unless it is given, and the limit what the plan was to keep. ``reason`` says why a table is printed
+    that was printed before.
     """
     peak_bytes = reserved_bytes + plan.peak_bytes
     if plain_peak_bytes is None:
         plain_peak_bytes = max(reserved_bytes + plain_simulation(plan).peak_bytes, final_peak_bytes)
     if limit_bytes is None:
         limit_bytes = reserved_bytes + plan.budget_bytes
-    table = Table(title="Recomputation plan", box=box.ROUNDED, show_header=False, title_justify="left")
+    title = f"Recomputation plan, printed again: {printable(reason)}" if reason else "Recomputation plan"
+    table = Table(title=title, box=box.ROUNDED, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("Budget", _budget(limit_bytes, peak_bytes, reserved_bytes))
+    # Does it fit?
+    table.add_row("Limit", _limit(limit_bytes, peak_bytes, reserved_bytes))
     table.add_row("Peak without recomputation", format_bytes(plain_peak_bytes))
-    table.add_row("Peak with the plan", _peak(peak_bytes, final_peak_bytes))
-    if measured_peak_bytes is not None:
-        table.add_row("Peak measured", format_bytes(measured_peak_bytes))
-    table.add_row("Recompute overhead", f"{100 * plan.overhead:.1f} % of the step")
-    table.add_row("Gap to the optimum", f"at most {100 * plan.gap:.1f} % of the step")
-    table.add_row("Recomputed stages", f"{len(plan.recomputed)} of {len(plan.chain)}")
+    table.add_row("Peak with this plan", _peak(peak_bytes, final_peak_bytes, measured_peak_bytes))
+    _add(table, memory_rows)
+    table.add_section()
+    # What does it cost?
+    table.add_row("Time added to these modules", _overhead(plan, measured_overhead))
+    table.add_row(*_preparation(plan, measuring_seconds))
+    table.add_section()
+    # What is recomputed?
+    table.add_row("Recomputed", f"{len(plan.recomputed)} of {_stages(plan)}")
+    if plan.link is not None:
+        table.add_row("Moved", _moved(plan, plan.link))
     if plan.inverted:
-        table.add_row("Inverted stages", f"{len(plan.inverted)} of {len(plan.chain)}")
+        table.add_row("Inverted", f"{len(plan.inverted)} of {_stages(plan)}, whose input is rebuilt from their output")
     withheld = [stage for stage in plan.chain if stage.not_inverted]
     if withheld:
         last = withheld[-1]
         table.add_row("Not inverted", cell(f"{len(withheld)}, such as {last.name!r}: {last.not_inverted}"))
-    table.add_row("Planning", format_seconds(plan.solve_seconds))
-    table.add_row("Schedule", schedule_line(plan.schedule))
-    for name, value in extra_rows:
-        table.add_row(cell(name), cell(value))
+    table.add_row("Schedule, recomputed in ()", schedule_line(plan.schedule))
+    _add(table, extra_rows)
+    table.add_section()
+    # Could it be better?
+    table.add_row("A better plan could save", _gap(plan))
     return table
 
 
-def _budget(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
+def _moved(plan: Plan, link: Link) -> str:
+    """What a plan moves, and what the link gives for it."""
+    speed = f"the link carries {format_bytes(link.out)}/s out and {format_bytes(link.back)}/s back"
+    if not plan.moved:
+        return f"none of {_stages(plan)}; {speed}"
+    waits = f"{format_seconds(plan.stall_seconds)} of waits" if plan.stall_seconds else "no waits"
+    return f"{len(plan.moved)} of {_stages(plan)}, {format_bytes(plan.host_bytes)} elsewhere; {speed}, {waits}"
+
+
+def _add(table: Table, rows: Iterable[tuple[str, str]]) -> None:
+    for name, value in rows:
+        table.add_row(cell(name), cell(value))
+
+
+def _stages(plan: Plan) -> str:
+    return f"{len(plan.chain)} stage{'s' * (len(plan.chain) > 1)}"
+
+
+def _limit(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
     limit = format_bytes(limit_bytes)
     if limit_bytes < peak_bytes:
         return f"{limit}, which no plan keeps: this one takes least"
@@ -92,10 +124,31 @@ def _budget(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
     return limit
 
 
-def _peak(peak_bytes: int, final_peak_bytes: int) -> str:
+def _peak(peak_bytes: int, final_peak_bytes: int, measured_peak_bytes: int | None) -> str:
+    """The measured peak, or the predicted one before there is any."""
+    if measured_peak_bytes is not None:
+        return f"{format_bytes(measured_peak_bytes)}, measured"
     if final_peak_bytes > peak_bytes:
         return f"{format_bytes(final_peak_bytes)}, when the optimizer steps; {format_bytes(peak_bytes)} until then"
     return format_bytes(peak_bytes)
+
+
+def _overhead(plan: Plan, measured: float | None) -> str:
+    """Time that recomputation adds, by the time of the planned modules without it: measured, or as planned."""
+    return f"{100 * plan.overhead:.1f} %, predicted" if measured is None else f"{100 * measured:.1f} %, measured"
+
+
+def _preparation(plan: Plan, measuring_seconds: float | None) -> tuple[str, str]:
+    planning = format_seconds(plan.solve_seconds)
+    if measuring_seconds is None:
+        return "Planning took", planning
+    return "Measuring, planning took", f"{format_seconds(measuring_seconds)}, {planning}"
+
+
+def _gap(plan: Plan) -> str:
+    if plan.gap < 0.0005:
+        return "nothing: no schedule within this limit is faster"
+    return f"at most {100 * plan.gap:.1f} % of that time"
 
 
 def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
@@ -109,8 +162,8 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     table.add_column("stages", justify="right", no_wrap=True, min_width=max(widths[0], 6))
     table.add_column("modules", overflow="ellipsis", no_wrap=True, max_width=_MODULES_WIDTH)
     table.add_column("forward", no_wrap=True, min_width=widths[2])
-    table.add_column("held", justify="right", min_width=8)
-    table.add_column("again", justify="right", no_wrap=True, min_width=7)
+    table.add_column("keeps", justify="right", min_width=8)
+    table.add_column("run again", justify="right", no_wrap=True, min_width=9)
     for row in rows:
         table.add_row(*map(cell, row))
     table.add_section()
@@ -132,8 +185,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         held = sum(held_bytes[first : last + 1])
         return format_bytes(held), format_seconds(again) if again else ""
 
-    for treatment, group in groupby(plan.schedule.items, key=partial(_treatment, plan.chain)):
-        items = list(group)
+    moved = {move.item for move in plan.schedule.moves}
+    treatments = [
+        _treatment(plan.chain, item) + ", move" * (number in moved) for number, item in enumerate(plan.schedule.items)
+    ]
+    for treatment, group in groupby(zip(plan.schedule.items, treatments, strict=True), key=itemgetter(1)):
+        items = [item for item, _ in group]
         # Each segment holds an input of its own, so each gets a row.
         runs = [items] if isinstance(items[0], Leaf) else [[item] for item in items]
         for run in runs:
@@ -151,8 +208,8 @@ def _treatment(chain: Chain, item: Item) -> str:
         if option.inverts:
             return option.name
         return f"keep, {option.name}" if item.option else "keep"
-    nested = sum(1 for _ in segments_in(item.items))
-    return f"recompute, {nested} nested" if nested else "recompute"
+    # A stage runs once more for each segment that it is in.
+    return "recompute" if item.depth == 1 else f"recompute, up to {times(item.depth)}"
 
 
 def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:

@@ -19,6 +19,7 @@ stages: planners know its size (:class:`lightning_rotor.chain.Skip`), and recomp
 import threading
 import uuid
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -105,13 +106,17 @@ class Skippable(nn.Module):
             SkipDeclarationError: A name is not one of this layer.
         """
         assert isinstance(self, Skippable)
-        names = self.stashable_names | self.poppable_names
-        unknown = set(names if only is None else only) - names
+        own_names = self.stashable_names | self.poppable_names
+        names = own_names
+        if only is not None:
+            names = frozenset(only)
+        unknown = names - own_names
         if unknown:
             raise SkipDeclarationError(
-                f"{type(self).__name__} does not declare {_listed(unknown)}: expected some of {_listed(names)}"
+                f"{type(self).__name__} does not declare {_listed(unknown)}: expected some of {_listed(own_names)}"
             )
-        self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names if only is None else only, namespace)}
+        # A new mapping: the one before may be the class's own, or that of a shallow copy.
+        self._skip_namespaces = {**self._skip_namespaces, **dict.fromkeys(names, namespace)}
         return self
 
     def stashable(self) -> tuple[Key, ...]:
@@ -123,18 +128,21 @@ class Skippable(nn.Module):
         return self._keys(self.poppable_names)
 
     def _keys(self, names: Iterable[str]) -> tuple[Key, ...]:
+        # Sorted, since processes order sets of strings by hashes of their own.
         return tuple((self._skip_namespaces.get(name), name) for name in sorted(names))
 
     def forward(self, input: Any) -> Any:
         """Run the user's forward; what it stashes waits for another plain call in this thread."""
         tensors = _plainly.tensors
-        missing = [name for namespace, name in self.poppable() if (namespace, name) not in tensors]
+        keys = self.poppable()
+        missing = [name for namespace, name in keys if (namespace, name) not in tensors]
         if missing:
             raise SkipError(
                 f"{type(self).__name__} pops {_listed(missing)}, which no layer has stashed: run the layers that do "
                 "before it, and check with verify_skippables(module)"
             )
-        output, stashed = self.threaded(input, {key: tensors.pop(key) for key in self.poppable()})
+        popped = {key: tensors.pop(key) for key in keys}
+        output, stashed = self.threaded(input, popped)
         tensors.update(stashed)
         return output
 
@@ -144,12 +152,17 @@ class Skippable(nn.Module):
         stashed: dict[str, Any] = {}
         # The next class in the order of resolution is the user's.
         running = super().forward(input)
-        output = self._follow(running, waiting, stashed) if isinstance(running, Generator) else running
+        output = running
+        if isinstance(running, Generator):
+            output = self._follow(running, waiting, stashed)
+        # The generator's frame may hold what the forward computed.
         del running
-        for names, done in ((self.stashable_names - set(stashed), "stashed"), (set(waiting), "popped")):
-            if names:
-                raise SkipError(f"{_listed(names)} must be {done} but {'has' if len(names) == 1 else 'have'} not been")
-        return output, {(self._skip_namespaces.get(name), name): tensor for name, tensor in stashed.items()}
+        _require_none_left(self.stashable_names - set(stashed), "stashed")
+        _require_none_left(set(waiting), "popped")
+        stashed_by_key = {}
+        for name, tensor in stashed.items():
+            stashed_by_key[self._skip_namespaces.get(name), name] = tensor
+        return output, stashed_by_key
 
     def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
         """Carry out the forward's commands until it returns; returns its result."""
@@ -158,6 +171,7 @@ class Skippable(nn.Module):
             try:
                 command = running.send(answer)
             except StopIteration as stop:
+                # A generator's result travels in the exception that ends it.
                 return stop.value
             answer = None
             match command:
@@ -188,6 +202,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         SkipDeclarationError: A string is given for a list of names, or the class is no ``nn.Module``.
     """
     for argument, names in (("stash", stash), ("pop", pop)):
+        # A string is a list of its letters, and would declare each of them.
         if isinstance(names, str):
             raise SkipDeclarationError(
                 f"{argument}={names!r} is a string: expected a list of names, {argument}=[{names!r}]"
@@ -201,10 +216,20 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
                 f"{module_class!r} is no class of nn.Module: expected @skippable above a class of layers"
             )
         names = {"stashable_names": stashable, "poppable_names": poppable}
-        same = {name: getattr(module_class, name) for name in ("__doc__", "__module__", "__qualname__")}
-        return type(module_class.__name__, (Skippable, module_class), names | same)
+        # Pickles and messages find the subclass where the user's class was, whose name it takes over.
+        described = {}
+        for attribute in ("__doc__", "__module__", "__qualname__"):
+            described[attribute] = getattr(module_class, attribute)
+        return type(module_class.__name__, (Skippable, module_class), names | described)
 
     return extend
+
+
+def _require_none_left(names: AbstractSet[str], done: str) -> None:
+    """``SkipError`` if names are left that a forward has declared and not ``done``."""
+    if names:
+        has = "has" if len(names) == 1 else "have"
+        raise SkipError(f"{_listed(names)} must be {done} but {has} not been")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -228,13 +253,15 @@ def verify_layers(layers: Sequence[tuple[str, nn.Module]]) -> None:
     """:func:`verify_skippables` for layers in a row, with their names."""
     complaints = _complaints(layers)
     if complaints:
+        # All at once: who mends one at a time runs the check many times.
         listed = "\n".join(f"* {complaint}" for complaint in complaints)
         raise SkipDeclarationError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
 
 
 def _layers(module: nn.Sequential, prefix: str) -> Iterable[tuple[str, nn.Module]]:
     for name, child in module._modules.items():
-        if type(child).forward is nn.Sequential.forward and isinstance(child, nn.Sequential):
+        # A container with a forward of its own is one layer: only it knows in which order its children run.
+        if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward:
             yield from _layers(child, f"{prefix}{name}.")
         elif child is not None:
             yield f"{prefix}{name}", child
@@ -248,16 +275,26 @@ def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
         if not isinstance(layer, Skippable):
             continue
         both = layer.stashable_names & layer.poppable_names
-        complaints += [f"{layer_name!r} declared {name!r} both as stashable and as poppable" for name in sorted(both)]
-        for keys, seen, what in ((layer.stashable(), stashed, "stashable"), (layer.poppable(), popped, "poppable")):
-            for key in keys:
-                if key[1] in both:
-                    continue
-                if key in seen:
-                    complaints.append(f"{layer_name!r} redeclared {key[1]!r} as {what} but not isolated by namespace")
-                elif seen is popped and key not in stashed:
-                    complaints.append(f"{layer_name!r} declared {key[1]!r} as poppable but it was not stashed")
-                    continue
-                seen.add(key)
-    left = sorted((key for key in stashed - popped), key=lambda key: key[1])
-    return complaints + [f"no module declared {name!r} as poppable but stashed" for _, name in left]
+        for name in sorted(both):
+            complaints.append(f"{layer_name!r} declared {name!r} both as stashable and as poppable")
+        for key in layer.stashable():
+            _, name = key
+            if name in both:
+                continue
+            if key in stashed:
+                complaints.append(f"{layer_name!r} redeclared {name!r} as stashable but not isolated by namespace")
+            stashed.add(key)
+        for key in layer.poppable():
+            _, name = key
+            if name in both:
+                continue
+            if key in popped:
+                complaints.append(f"{layer_name!r} redeclared {name!r} as poppable but not isolated by namespace")
+            elif key not in stashed:
+                complaints.append(f"{layer_name!r} declared {name!r} as poppable but it was not stashed")
+                continue
+            popped.add(key)
+    # Namespaces have no order that means anything, so names alone decide.
+    left = sorted(name for _, name in stashed - popped)
+    complaints += [f"no module declared {name!r} as poppable but stashed" for name in left]
+    return complaints

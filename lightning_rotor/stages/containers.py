@@ -16,6 +16,7 @@ _CONTAINERS: tuple[type, ...] = (tuple, list, dict, set, frozenset, deque)
 
 
 def _base_of(container: Any) -> Any:
+    # By type(): isinstance asks an object for its class, and a proxy gives another.
     return next(base for base in _CONTAINERS if issubclass(type(container), base))
 
 
@@ -32,7 +33,9 @@ def entries_of(container: Any) -> list[Any]:
 def items_of(entries: Any) -> Iterable[tuple[Any, Any]]:
     """Entries of a dict, in its order."""
     # dict.items does not see the order of an OrderedDict.
-    return OrderedDict.items(entries) if isinstance(entries, OrderedDict) else dict.items(entries)
+    if isinstance(entries, OrderedDict):
+        return OrderedDict.items(entries)
+    return dict.items(entries)
 
 
 def same_entries(entries: Any, then: Mapping[Any, Any]) -> bool:

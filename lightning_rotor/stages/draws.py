@@ -41,57 +41,78 @@ class DrawsSeen(private.TorchDispatchMode):
         self.kinds: set[str] = set()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if (
-            isinstance(func, private.OpOverload)
-            and draws(func, args, kwargs or {})
-            and not _has_own(args, kwargs or {})
-        ):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        # Operations of higher order are no overloads, and have no tags to ask.
+        is_operator = isinstance(func, private.OpOverload)
+        if is_operator and draws(func, args, kwargs) and not _has_own(args, kwargs):
             devices = {tensor.device for tensor in tensors_in((args, result))}
             # Refuses a device whose generator is not known.
             own = {kind_of(device).own_generator for device in devices}
             # Operations on a device draw from its generator, also if they read numbers on the host.
-            self.kinds |= {name for name in own if name is not None} or {HOST}
+            of_devices = {name for name in own if name is not None}
+            self.kinds |= of_devices or {HOST}
         return result
 
 
 def _has_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if an operation is given a generator of the user's own to draw from."""
-    given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-    return any(each is not torch.default_generator and each.device.type == "cpu" for each in given)
+    for argument in (*args, *kwargs.values()):
+        if not isinstance(argument, torch.Generator):
+            continue
+        if argument is not torch.default_generator and argument.device.type == "cpu":
+            return True
+    return False
 
 
 def drawn_since(
-    before: GeneratorStates, again: Callable[[], object], *, certain: Collection[str] = ()
+    before: GeneratorStates,
+    again: Callable[[], object],
+    *,
+    certain: Collection[str] = (),
 ) -> frozenset[str]:
     """The kinds that code has drawn from which ran once since ``before``; ``again`` runs it again.
 
     Where other threads do not rest, a kind that moves in every run is taken for the code's. If it is not in
-    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently.
+    ``certain``, another thread may have moved it each time: a warning says so if equal runs move it differently, or if
+    a thread has drawn that seemed to rest.
     """
     drawn = before.changed()
+    # What moved is the code's if nobody else could move it. That is so in nearly every program.
     if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
         return drawn
+    repeated = frozenset[str]()
     behind = _at_rest(before)
     if behind is not None:
         drawn = before.changed()
         before.restore(drawn)
         try:
             again()
-            return drawn & (before.changed() | frozenset(certain))
+            drawn &= before.changed() | frozenset(certain)
+            # Equal code ends alike from equal numbers. If not, another thread has drawn in one of the two runs, or one
+            # that only seemed to rest draws now, from numbers that it has had before.
+            repeated = drawn & behind.changed() - frozenset(certain)
         finally:
+            # The other threads' numbers go on where they stood before the code ran again.
             behind.restore()
+        if not repeated:
+            return drawn
     for _ in range(_RUNS):
         if drawn <= frozenset(certain) or not (before.shared or others_may_draw()):
-            return drawn
+            break
         time.sleep(_REST_SECONDS)
         now = before.now()
         again()
         drawn &= now.changed()
     doubtful = drawn - frozenset(certain)
     mixed = {kind for kind in doubtful if _moves_differently(kind, before, again)}
+    mixed |= repeated - drawn
     if mixed:
         warnings.warn(
             f"another thread draws from {' and '.join(sorted(mixed))} while this one runs the model to measure or to "
@@ -104,18 +125,25 @@ def drawn_since(
 
 
 def _at_rest(states: GeneratorStates) -> GeneratorStates | None:
-    """The state of the same generators once nobody draws from them; None if somebody does not stop."""
+    """The state of the same generators once nobody draws from them; None if somebody does not stop, or may not."""
     now = states.now()
     for _ in range(_RUNS):
         # A thread that prefetches comes to rest when its queue is full.
+        began = time.monotonic()
         time.sleep(_REST_SECONDS)
+        # Where the machine keeps this thread waiting, another one that did not draw may only wait, too.
+        is_busy = time.monotonic() - began > 2 * _REST_SECONDS
         before, now = now, states.now()
-        if now.equals(before):
+        if now.equals(before) and not is_busy:
             return now
     return None
 
 
-def _moves_differently(kind: str, before: GeneratorStates, again: Callable[[], object]) -> bool:
+def _moves_differently(
+    kind: str,
+    before: GeneratorStates,
+    again: Callable[[], object],
+) -> bool:
     """True if two runs from one state of a generator leave it in two."""
     start = GeneratorStates(before.device or torch.device("cpu"), kinds=(kind,))
     again()

@@ -52,7 +52,8 @@ class GeneratorStates:
             device = device_in_use()
         self._device_generator = None if device is None else kind_of(device).own_generator
         self.device = None if self._device_generator is None else device
-        self._counted, self.shared = counted, others_may_draw()
+        self._counted = counted
+        self.shared = others_may_draw()
         if kinds is None:
             kinds = self._kinds_of(host=host, torchs=torchs)
         self._states: dict[str, Any] = {kind: self._read(kind) for kind in kinds}
@@ -93,7 +94,11 @@ class GeneratorStates:
 
     def changed(self) -> frozenset[str]:
         """The kinds that were used since."""
-        return frozenset(kind for kind, then in self._states.items() if not _same_state(kind, then, self._read(kind)))
+        moved = set()
+        for kind, then in self._states.items():
+            if not _same_state(kind, then, self._read(kind)):
+                moved.add(kind)
+        return frozenset(moved)
 
     def restore(self, kinds: Collection[str] | None = None) -> None:
         """Set the generators, by default all, back to this state."""
@@ -120,8 +125,10 @@ class GeneratorStates:
 
     def equals(self, other: GeneratorStates) -> bool:
         """True if no generator of which both have the state was used in between."""
-        shared = self.kinds & other.kinds
-        return all(_same_state(kind, self._states[kind], other._states[kind]) for kind in shared)
+        for kind in self.kinds & other.kinds:
+            if not _same_state(kind, self._states[kind], other._states[kind]):
+                return False
+        return True
 
 
 def _same_state(kind: str, then: Any, now: Any) -> bool:
@@ -135,13 +142,19 @@ def _same_state(kind: str, then: Any, now: Any) -> bool:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device | None = None, *, host: bool = True) -> Iterator[None]:
+def seeded(
+    seed: int,
+    device: torch.device | None = None,
+    *,
+    host: bool = True,
+) -> Iterator[None]:
     """Context with all global generators under a seed; their states are restored behind it."""
     before = GeneratorStates(device, host=host)
     if host:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
     torch.default_generator.manual_seed(seed)
+    # torch.manual_seed would seed every device, also those whose states are not put back here.
     if before.device is not None:
         kind_of(before.device).seed(before.device, seed)
     try:
@@ -156,6 +169,7 @@ def generator_state(value: Any) -> Any:
     if access is None:
         return None
     read, _ = access
+    # States are tuples, dicts with arrays, or arrays. As bytes, all of them compare by ==.
     return pickle.dumps(read())
 
 

@@ -67,8 +67,10 @@ class Kind(NamedTuple):
 
 def drop_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
     """Remove names that were not there."""
-    for name in [name for name in namespace if name not in then]:
-        del namespace[name]
+    # A list first, as a dict cannot be changed while it is walked through.
+    for name in list(namespace):
+        if name not in then:
+            del namespace[name]
 
 
 def _write_names(namespace: dict[str, Any], then: Mapping[str, Any]) -> None:
@@ -97,10 +99,15 @@ ARRAY = Kind(_same_array, _write_array)
 BYTES = Kind(same_bytes, write_bytes)
 
 
-def _by_name(read: Callable[[Any, str], Any], write: Callable[..., None], remove: Callable[..., None]) -> Kind:
+def _by_name(
+    read: Callable[[Any, str], Any],
+    write: Callable[..., None],
+    remove: Callable[..., None],
+) -> Kind:
     """The kind of a thing of which some names count."""
 
     def same(owner: Any, then: Mapping[str, Any]) -> bool:
+        # By identity: users' objects may compare as they like, or refuse.
         return all(read(owner, name) is value for name, value in then.items())
 
     def write_changed(owner: Any, then: Mapping[str, Any]) -> None:
@@ -125,6 +132,7 @@ def _read_entry(names: Mapping[str, Any], name: str) -> Any:
 
 
 def _read_class(kind: type, name: str) -> Any:
+    # Not getattr, which finds the attributes of bases, too, and calls descriptors.
     return vars(kind).get(name, ABSENT)
 
 
@@ -156,6 +164,7 @@ def _remove_local(local: Any, name: str) -> None:
 
 
 def _read_variable(variable: Any, _: str) -> Any:
+    # Without a default, get() raises where the variable was never set.
     return variable.get(ABSENT)
 
 
@@ -216,6 +225,9 @@ def slots_of(kind: type) -> list[str]:
     # Not __slots__, in which private names are not spelled as they are looked up, and which may be used up.
     names = []
     for base in kind.__mro__:
-        if base is not object:
-            names += [name for name, entry in vars(base).items() if type(entry) is MemberDescriptorType]
+        if base is object:
+            continue
+        for name, entry in vars(base).items():
+            if type(entry) is MemberDescriptorType:
+                names.append(name)
     return names

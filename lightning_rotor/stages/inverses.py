@@ -54,6 +54,7 @@ class Reversible(Invertible, Protocol):
 
 def is_invertible(module: object) -> bool:
     """True if a module has an ``inverse``, right or not: see :func:`~lightning_rotor.invertible.check_inverse`."""
+    # Not getattr: a __getattr__ of the user's may raise anything, or answer to every name.
     inverse = attribute_of(module, "inverse")
     # A layer may have that name.
     return callable(inverse) and not isinstance(inverse, torch.nn.Module)
@@ -82,7 +83,11 @@ def shares_memory(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor
 
 
 def require_own_output(
-    inputs: Sequence[torch.Tensor], versions: Sequence[int], output: Any, *, name: str
+    inputs: Sequence[torch.Tensor],
+    versions: Sequence[int],
+    output: Any,
+    *,
+    name: str,
 ) -> list[torch.Tensor]:
     """The tensors of an output for which the input can be dropped, or ``InverseError``.
 
@@ -108,7 +113,11 @@ def require_own_output(
 
 
 def require_like(
-    rebuilt: Any, shapes: Sequence[tuple[torch.Size, torch.dtype]], *, name: str, what: str = "inverse"
+    rebuilt: Any,
+    shapes: Sequence[tuple[torch.Size, torch.dtype]],
+    *,
+    name: str,
+    what: str = "inverse",
 ) -> list[torch.Tensor]:
     """The tensors that an inverse returned; ``InverseError`` if number, shapes or dtypes are not the forward's."""
     leaves = require_tensors(rebuilt, name=name, what=what)
@@ -131,6 +140,7 @@ def require_like(
 def require_tensors(value: Any, *, name: str, what: str) -> list[torch.Tensor]:
     """The leaves of a value; ``InverseError`` if there is none, or one that is no tensor."""
     leaves = tree_leaves(value)
+    # A number among them could not be rebuilt: it is in no tensor of the output.
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise InverseError(
             f"the {what} of {name!r} is {type(value).__name__}: expected a tensor, or tensors in a tuple, list or dict",

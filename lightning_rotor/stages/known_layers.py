@@ -39,6 +39,7 @@ def has_own_code(module: nn.Module) -> bool:
 def has_own_call(module: nn.Module) -> bool:
     """True if calling a module does more than its class's forward: hooks, also for all modules, or compiled code."""
     return (
+        # In the module's own dict, which a __getattr__ of the user's cannot answer for.
         any(module.__dict__[name] for name in private.HOOKS)
         or private.any_hooks_of_all()
         or "forward" in module.__dict__
@@ -48,4 +49,6 @@ def has_own_call(module: nn.Module) -> bool:
 
 def runs_members_in_a_row(module: nn.Sequential) -> bool:
     """True if an ``nn.Sequential`` has no forward of its own."""
-    return type(module).forward is nn.Sequential.forward and type(module).__call__ is nn.Module.__call__
+    # Nor a call of its own, which would run around the forward.
+    is_plain_call = type(module).__call__ is nn.Module.__call__
+    return type(module).forward is nn.Sequential.forward and is_plain_call

@@ -72,7 +72,11 @@ class Stage:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the stage, each once."""
-        yield from dict.fromkeys(parameter for module in self.modules for parameter in module.parameters())
+        # A dict in the place of a set that keeps its order: modules may share parameters.
+        parameters: dict[nn.Parameter, None] = {}
+        for module in self.modules:
+            parameters.update(dict.fromkeys(module.parameters()))
+        yield from parameters
 
     def learning(self) -> list[nn.Parameter]:
         """Parameters that require gradients, each once."""
@@ -87,7 +91,10 @@ class Stage:
 
     def called_modules(self) -> Iterator[nn.Module]:
         """The user's modules that it calls and all below them, each once."""
-        yield from dict.fromkeys(module for called in self.calls() for module in called.modules())
+        modules: dict[nn.Module, None] = {}
+        for called in self.calls():
+            modules.update(dict.fromkeys(called.modules()))
+        yield from modules
 
     def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters, buffers and attributes that it reads without calling their module: who has them, and the name."""
@@ -105,11 +112,16 @@ def merge(stages: Sequence[Stage], wanted: Collection[int]) -> Stage:
     """One stage that runs several which cannot be cut apart (views, operations in place) and returns ``wanted``."""
     if len(stages) == 1:
         return stages[0]
-    first = stages[0].name.partition(" … ")[0]
-    last = stages[-1].name.rpartition(" … ")[2]
-    modules = tuple(module for stage in stages for module in stage.modules)
-    wires = [wire for stage in stages for wire in stage.wiring.steps]
-    return Stage(f"{first} … {last}", modules, Wiring.of(wires, wanted))
+    # One that was merged before has such a name already.
+    first, _, _ = stages[0].name.partition(" … ")
+    _, _, last = stages[-1].name.rpartition(" … ")
+    modules: list[nn.Module] = []
+    wires: list[Wire] = []
+    for stage in stages:
+        modules += stage.modules
+        # Step by step, so that values are let go inside of the merged stage, too.
+        wires += stage.wiring.steps
+    return Stage(f"{first} … {last}", tuple(modules), Wiring.of(wires, wanted))
 
 
 def wiring_of(stages: Sequence[Stage]) -> Wiring:

@@ -88,7 +88,10 @@ class Snapshot:
         also: Iterable[object] = (),
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
-        self._roots, self._hooks, self._follows_objects, self._small_bytes = tuple(roots), hooks, objects, small_bytes
+        self._roots = tuple(roots)
+        self._hooks = hooks
+        self._follows_objects = objects
+        self._small_bytes = small_bytes
         # Rows of a kind, an owner and its content.
         self._kept: list[tuple[Kind, Any, Any]] = []
         # Rows of a tensor, its version and a copy.
@@ -195,7 +198,12 @@ class Snapshot:
         return gone
 
     def _changed_tensors(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return [(tensor, copy) for tensor, version, copy in self._tensors if private.version_of(tensor) != version]
+        # By versions: of large tensors there is no copy to compare with.
+        changed = []
+        for tensor, version, copy in self._tensors:
+            if private.version_of(tensor) != version:
+                changed.append((tensor, copy))
+        return changed
 
     def _look(self, also: Iterable[object]) -> None:
         """Follow everything from the roots."""
@@ -221,10 +229,12 @@ class Snapshot:
 
     def _keep(self, kind: Kind, owner: Any, content: Any) -> None:
         """Remember a content, and follow its values."""
+        # The very values, and no copies: what is in them is remembered with an owner of its own.
         self._kept.append((kind, owner, content))
         self._pending += kind.values(content)
 
     def _root_module(self, module: nn.Module) -> None:
+        # It keeps what it has in C++.
         if isinstance(module, torch.jit.ScriptModule):
             return
         attributes = module.__dict__
@@ -256,6 +266,7 @@ class Snapshot:
         self._pending += _users_values(attributes)
 
     def _hook_tables(self, tables: Iterable[dict[int, Any]]) -> None:
+        # The tables too, as a hook may remove itself, or register another one.
         for table in tables:
             self._kept.append((DICT, table, dict(table)))
             self._pending += table.values()
@@ -281,6 +292,7 @@ class Snapshot:
             self._pending += entries_of(value)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
+        # Without values, without a version, or copied by others (kept_parameters).
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
         # Of what requires a gradient, a copy that is written back would be an operation of autograd's.
@@ -292,6 +304,7 @@ class Snapshot:
         self._tensors.append((tensor, private.version_of(tensor), copy))
 
     def _array(self, array: Any) -> None:
+        # The bytes of an array of objects are addresses.
         if array.nbytes <= self._small_bytes and array.dtype != object:
             self._kept.append((ARRAY, array, np.ndarray.copy(array)))
 
@@ -339,6 +352,7 @@ class Snapshot:
         self._keep(VARIABLE, variable, {"": VARIABLE.read(variable, "")})
 
     def _reference(self, reference: ReferenceType[Any]) -> None:
+        # A gone referent is None, which is followed no further.
         self._pending.append(reference())
 
     def _object(self, value: Any) -> None:
@@ -394,7 +408,8 @@ def _users_values(attributes: Mapping[str, Any]) -> Iterator[Any]:
     """Attributes of the user's. What functions among them refer to does not count, like code of classes."""
     for name, value in attributes.items():
         is_ours = name in private.STRUCTURE or name in _OURS_TO_KEEP
-        if not is_ours and not issubclass(type(value), (FunctionType, MethodType, partial)):
+        is_function = issubclass(type(value), (FunctionType, MethodType, partial))
+        if not is_ours and not is_function:
             yield value
 
 
@@ -444,6 +459,7 @@ _LIBRARIES_OF_DATA = ("types", "collections", "weakref", "__main__")
 def _look_for(kind: type) -> _Look | None:
     """The way to look at values of a type; None if nothing about them can change or matters."""
     is_librarys = kind.__module__.partition(".")[0] in LIBRARIES
+    # In the order of the table: a data set is none of the objects that are followed, whoever wrote its class.
     listed = [look for base, look in _OTHERS if issubclass(kind, base)]
     look: _Look | None
     if listed:

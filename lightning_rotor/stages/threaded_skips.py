@@ -17,12 +17,14 @@ class ThreadedLayer(nn.Module):
     def __init__(self, layer: Skippable) -> None:
         super().__init__()
         self.layer = layer
-        self._pops, self._stashes = layer.poppable(), layer.stashable()
+        self._pops = layer.poppable()
+        self._stashes = layer.stashable()
 
     def forward(self, value: Any) -> Any:
         """Run the layer with its hooks."""
         input, *popped = unpacked(value, 1 + len(self._pops))
         given = dict(zip(self._pops, popped, strict=True))
+        # No name may hold a value longer than the layer does: memory would be taken that the plan does not know of.
         del value, popped
         output, stashed = self.layer.threaded(input, given)
         return packed([output, *(stashed[key] for key in self._stashes)])

@@ -62,9 +62,11 @@ def globals_of(code: CodeType, *, only_set: bool = False) -> tuple[str, ...]:
 
 
 def _names_in(code: CodeType, operations: Collection[str]) -> Iterator[str]:
+    # Not co_names, in which names of attributes stand as well.
     for step in dis.get_instructions(code):
         if step.opname in operations:
             yield str(step.argval)
+    # Functions and comprehensions inside of a function are constants of its code.
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant, operations)

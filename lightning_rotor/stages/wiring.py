@@ -52,6 +52,7 @@ class Wiring:
             made.update(dict.fromkeys(step.writes))
             taken.update(step.reads)
             last_use.update(dict.fromkeys((*step.writes, *step.reads), index))
+        # What a step makes for a later one is no input of the whole.
         taken.difference_update(made)
         dead: list[list[int]] = [[] for _ in steps]
         for number in made:

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def train_batch(
-    model: pl.LightningModule, pipelined: PipelinedModule, context: ForwardContext, batch: Any, *rest: Any
+    model: pl.LightningModule,
+    pipelined: PipelinedModule,
+    context: ForwardContext,
+    batch: Any,
+    *rest: Any,
 ) -> Any:
     """Result of ``training_step`` for a batch, which it sees micro-batch by micro-batch, each in a context.
 
@@ -55,7 +59,8 @@ def train_batch(
         # They are about to be zeroed, and take memory until then.
         before.clear()
     with logs.caught():
-        results, loss = pipelined.train(run, batch, number=epoch.total_batch_idx, scale=1 / accumulated)
+        number = epoch.total_batch_idx
+        results, loss = pipelined.train(run, batch, number=number, scale=1 / accumulated)
     if replicas is not None:
         _average(apart, replicas)
     gradients = _taken(apart)
@@ -64,11 +69,16 @@ def train_batch(
     # Lightning makes what adds up an epoch in the default dtype.
     with context():
         logs.write()
-    whole_loss = _deferred(loss, 1 / accumulated, partial(accumulate, apart, gradients))
+    hand_over = partial(accumulate, apart, gradients)
+    whole_loss = _deferred(loss, 1 / accumulated, hand_over)
     if not isinstance(results[0], Mapping):
         return whole_loss
-    others = [{key: value for key, value in result.items() if key != "loss"} for result in results]
-    return {"loss": whole_loss, **join(tree_map_only(torch.Tensor, torch.Tensor.detach, others), sizes)}
+    others = []
+    for result in results:
+        others.append({key: value for key, value in result.items() if key != "loss"})
+    # Lightning keeps results for hooks, and a graph would stay alive with them.
+    detached = tree_map_only(torch.Tensor, torch.Tensor.detach, others)
+    return {"loss": whole_loss, **join(detached, sizes)}
 
 
 def _taken(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -91,6 +101,7 @@ def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None]) -> torc
     """A loss whose backward is already done; it hands over the gradients when asked for it."""
 
     def hand_over(given: torch.Tensor) -> None:
+        # The gradients are made, and nothing scales them after the fact.
         if abs(float(given) - scale) > 1e-6 * scale:
             raise PipelineError(
                 f"the loss was scaled by {float(given):g} behind training_step, but the pipeline has run its backward "
@@ -98,5 +109,6 @@ def _deferred(loss: torch.Tensor, scale: float, add: Callable[[], None]) -> torc
             )
         add()
 
+    # The loss is a leaf: its hook runs when Lightning's backward reaches it, and there is nothing behind it.
     loss.requires_grad_().register_hook(hand_over)
     return loss

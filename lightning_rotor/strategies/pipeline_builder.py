@@ -55,22 +55,29 @@ class PipelineBuilder:
         """
         settings = self._settings
         needs_no_batch = settings.sample is not None and settings.module is not None
-        batch = None if needs_no_batch else self._first_batch()
-        if batch is None and not needs_no_batch:
-            return None
+        batch = None
+        if not needs_no_batch:
+            batch = self._first_batch()
+            if batch is None:
+                return None
         target = self._target(batch, last)
-        optimizer_scale = self._optimizer_scale() if self._fits else 0.0
+        # Evaluation keeps no state, and is not limited.
+        optimizer_scale = 0.0
+        if self._fits:
+            optimizer_scale = self._optimizer_scale()
         with self._precision.train_step_context():
             call, context = self._call_of(target, batch)
         memory_bytes = None
         if self._fits:
             given = settings.sample if batch is None else batch
             around_bytes = bytes_around(self._model, target.module, given, optimizer_scale)
-            memory_bytes = self._loop.limit_bytes(settings.limit, ()) - around_bytes
+            limit_bytes = self._loop.limit_bytes(settings.limit, ())
+            memory_bytes = limit_bytes - around_bytes
 
         def state_bytes(stages: Sequence[Stage]) -> list[int]:
             return [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages]
 
+        # Recordings hold for calls under the same autocast, so the module is cut under the settings of its call.
         with context.restored():
             cut = pipelined(
                 self._model,
@@ -85,18 +92,22 @@ class PipelineBuilder:
 
     def _first_batch(self) -> Any:
         """The first batch of the Trainer's task, as a step sees it; None if there is none."""
+        # Loaders shuffle by the user's generators, and training must begin where it would without this look.
         states = GeneratorStates()
         loop = getattr(self._trainer, f"{self._task}_loop")
         with kept_attributes(Stage("", (self._model,))):
             loop.setup_data()
             # The loop asks for another loader itself, and draws the same random numbers then.
             loader = private.take_loader(loop)
-            fetched = None if loader is None else next(iter(loader), None)
+            if loader is None:
+                return None
+            fetched = next(iter(loader), None)
             if fetched is None:
                 return None
             batch, *_ = fetched
             # What Lightning's loops do with a batch before a step sees it.
-            batch = private.before_batch_transfer(self._model, self._precision.convert_input(batch))
+            converted = self._precision.convert_input(batch)
+            batch = private.before_batch_transfer(self._model, converted)
             batch = self._trainer.strategy.batch_to_device(batch, self._device)
         states.restore()
         if self._fits:
@@ -108,7 +119,9 @@ class PipelineBuilder:
         name = self._settings.module
         if name is None and last is not None and not self._fits:
             name = last.name
-        target = self._loop.target(name, batch if self._fits else None, may_be_whole=False)
+        # Compute is counted in a training step, which evaluation has none of.
+        training_batch = batch if self._fits else None
+        target = self._loop.target(name, training_batch, may_be_whole=False)
         if target is None:
             raise PipelineError(
                 f"{type(self._model).__name__} holds no submodule with several layers that its training_step calls: "
@@ -127,20 +140,24 @@ class PipelineBuilder:
                 "LBFGS evaluates the loss several times in a step and needs all parameters in one place: expected an "
                 "optimizer that takes one step for each gradient, such as AdamW or SGD"
             )
-        learning_bytes = storage_bytes(parameter for parameter in self._model.parameters() if parameter.requires_grad)
-        state_bytes = sum(predict_optimizer_state_bytes(optimizer, self._device) for optimizer in optimizers)
-        return state_bytes / max(learning_bytes, 1)
+        learning = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        state_bytes = 0
+        for optimizer in optimizers:
+            state_bytes += predict_optimizer_state_bytes(optimizer, self._device)
+        # Of frozen models, nothing is divided by nothing.
+        return state_bytes / max(storage_bytes(learning), 1)
 
     def _call_of(self, target: Target, batch: Any) -> tuple[Call, Settings]:
         """Arguments of the module for the largest micro-batch, and the settings around the call."""
         settings = self._settings
         if settings.sample is not None:
-            sample = _move_data_to_device(call_with(settings.sample), self._device)
-            sample = self._precision.convert_input(sample)
+            moved = _move_data_to_device(call_with(settings.sample), self._device)
+            sample = self._precision.convert_input(moved)
             settings.check_rows(sample, "sample")
             return largest_part(sample, settings.micro_batches), Settings()
         step = f"{_STEPS.get(self._task, self._task)}_step"
-        called = first_call(self._model, target.module, largest_part(batch, settings.micro_batches), step=step)
-        if called is None:
+        micro_batch = largest_part(batch, settings.micro_batches)
+        call_and_settings = first_call(self._model, target.module, micro_batch, step=step)
+        if call_and_settings is None:
             raise never_called(step)
-        return called
+        return call_and_settings

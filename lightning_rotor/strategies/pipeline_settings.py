@@ -60,6 +60,7 @@ class PipelineSettings(PipelineOptions):
     def check_fit(self, trainer: pl.Trainer) -> None:
         """Refuse scaled losses, manual optimization, and callbacks that average weights."""
         precision = trainer.precision_plugin
+        # The scale of a step follows from all gradients of the last one, which no process has.
         if isinstance(precision, _MIXED_PRECISION) and precision.scaler is not None:
             raise PipelineError(
                 'precision "16-mixed" scales the loss by gradients of all stages: expected "bf16-mixed" or "32-true"'

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import nn
@@ -58,7 +59,7 @@ TOKENS, IMAGES = (BATCH, LENGTH, WIDTH), (8, 4, 16, 16)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     # What is in a cache is not split again.
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()
 

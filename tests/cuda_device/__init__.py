@@ -14,8 +14,8 @@ stays as it is. ``python -m tests.cuda_device [--devices 2] [--memory 2GiB] -m p
 =================== ==========================================================================================================
 
 What is exact: bytes of the caching allocator, its failures, random states, bits under recomputation, all that runs on the host. What is not
-there: seconds, workspaces that cuDNN and cuBLASLt choose (none, unless set), a kernel's own rounding, races, NCCL, CUDA graphs, Triton. An
-operator or kernel without known values is an error.
+there: seconds, workspaces that cuDNN and cuBLASLt choose (none, unless set), a kernel's own rounding, NCCL, CUDA graphs, Triton, races
+but those of copies (``copies=``). An operator or kernel without known values is an error.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def environment(
     context: int = 512 * 2**20,
     capability: str = "8.0",
     workspace: int = 0,
+    copies: str = "now",
 ) -> dict[str, str]:
     """Environment of a process that sees simulated devices; builds them if need be.
 
@@ -46,6 +47,8 @@ def environment(
         context: Bytes that a process takes of a device before it allocates anything.
         capability: What the device can do, as CUDA counts it.
         workspace: Bytes that each convolution asks for.
+        copies: When copies of side streams between host and device happen: "now", or "late" or "early" for the last and
+            the first moment that is legal (``runtime.c``).
     """
     libraries = built()
     settings = {
@@ -54,6 +57,7 @@ def environment(
         "CONTEXT": context,
         "CAPABILITY": capability,
         "CONVOLUTION_WORKSPACE": workspace,
+        "COPIES": copies,
     }
     return os.environ | {
         "LD_PRELOAD": ":".join(map(str, libraries)),

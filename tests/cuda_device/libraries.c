@@ -19,9 +19,9 @@ int simulated_refuse(const char *what);
 #define REFUSED(name, status) API int name(void) { return simulated_refuse(#name), status; }
 #define LAUNCH(name) API int name(void) { return simulated_inside() ? 0 : (simulated_refuse(#name), 14); }
 
-FINE(cudaDeviceSynchronize) FINE(cudaDeviceEnablePeerAccess) FINE(cudaProfilerStart) FINE(cudaProfilerStop)
-FINE(cudaStreamDestroy) FINE(cudaStreamQuery) FINE(cudaStreamSynchronize) FINE(cudaStreamWaitEvent)
-FINE(cudaEventQuery) FINE(cudaEventSynchronize) FINE(cudaThreadExchangeStreamCaptureMode)
+FINE(cudaDeviceEnablePeerAccess) FINE(cudaProfilerStart) FINE(cudaProfilerStop)
+FINE(cudaStreamDestroy)
+FINE(cudaThreadExchangeStreamCaptureMode)
 FINE(cudaFuncSetAttribute) FINE(cudaKernelSetAttributeForDevice) FINE(cuInit)
 
 /* Handles and descriptors: memory of their own, which some callers write to. */

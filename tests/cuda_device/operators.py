@@ -116,6 +116,11 @@ class _Operator:
         at_host = {name: _each_tensor(host, value) for name, value in given.items()}
         written = self._written & given.keys()
         at_host |= {name: _each_tensor(torch.clone, at_host[name]) for name in written}
+        if _device.simulated_copies():
+            stream = torch.cuda.current_stream().cuda_stream
+            if stream and self._name == "copy_" and _crosses(given["self"], given["src"]):
+                return self._on_device(keys, given, places)  # the runtime copies, when it is time
+            _device.simulated_computes(ctypes.c_void_p(stream))
         try:
             computed = self._compute(given, at_host, places)
         except Exception as error:
@@ -181,6 +186,12 @@ class _Operator:
                     f"{self._name}: shape {tuple(received.shape)} on the device, {tuple(computed.shape)} on the CPU"
                 )
             host(received).copy_(computed)
+
+
+def _crosses(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """True for a plain copy between host and device, which is no kernel."""
+    is_plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    return is_plain and target.is_cuda != source.is_cuda
 
 
 def _each_tensor(function: Callable[[torch.Tensor], Any], value: Any) -> Any:

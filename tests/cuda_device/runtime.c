@@ -5,7 +5,7 @@
  *          ▼                                    ▼                            ▼
  *     mmap within the device's size      counted, not run      ◄──  the CPU's operator, over the same memory
  *
- * Copies and sets are real; streams and events are immediate. A kernel is accepted only while operators.py says that it will write its
+ * Copies and sets are real; streams and events are immediate, but for copies of side streams if SIMULATED_COPIES says so (see there). A kernel is accepted only while operators.py says that it will write its
  * results (simulated_enter); any other launch is an error, so nothing reads memory that a kernel should have written.
  * Preloaded, these symbols come before those of NVIDIA's libraries. What torch links and nothing here defines is stubbed (build.py).
  */
@@ -28,6 +28,7 @@
 /* ---------------------------------------------------------------- settings */
 
 static int devices, major, minor;
+static enum { NOW, LATE, EARLY } copies; /* when copies of side streams between host and device happen */
 static size_t memory, context; /* of each device, and what a process takes of it before its first block */
 
 static size_t setting(const char *name, size_t otherwise) {
@@ -40,6 +41,8 @@ __attribute__((constructor)) static void read_settings(void) {
     if (devices > MOST_DEVICES) devices = MOST_DEVICES;
     memory = setting("SIMULATED_MEMORY", 80ull << 30) / PAGE * PAGE;
     context = setting("SIMULATED_CONTEXT", 512ull << 20);
+    const char *when = getenv("SIMULATED_COPIES");
+    copies = when && !strcmp(when, "late") ? LATE : when && !strcmp(when, "early") ? EARLY : NOW;
     const char *capability = getenv("SIMULATED_CAPABILITY");
     if (!capability || sscanf(capability, "%d.%d", &major, &minor) != 2) major = 8, minor = 0;
     setenv("TORCH_CUDNN_V8_API_DISABLED", "1", 0); /* the older interface to convolutions is a handful of functions */
@@ -244,9 +247,10 @@ static cudaError_t give_back(void *pointer) {
 }
 
 API cudaError_t cudaMalloc(void **pointer, size_t size) { return size ? take(pointer, size, current) : (*pointer = NULL, cudaSuccess); }
-API cudaError_t cudaFree(void *pointer) { return give_back(pointer); }
+static void drain_all(void);
+API cudaError_t cudaFree(void *pointer) { return drain_all(), give_back(pointer); }
 API cudaError_t cudaHostAlloc(void **pointer, size_t size, unsigned flags) { return (void)flags, take(pointer, size ? size : 1, PINNED); }
-API cudaError_t cudaFreeHost(void *pointer) { return give_back(pointer); }
+API cudaError_t cudaFreeHost(void *pointer) { return drain_all(), give_back(pointer); }
 API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
     (void)flags;
     pthread_mutex_lock(&lock);
@@ -254,7 +258,7 @@ API cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
     pthread_mutex_unlock(&lock);
     return cudaSuccess;
 }
-API cudaError_t cudaHostUnregister(void *pointer) { return give_back(pointer); }
+API cudaError_t cudaHostUnregister(void *pointer) { return drain_all(), give_back(pointer); }
 API cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     pthread_mutex_lock(&lock);
     make_context(current);
@@ -281,8 +285,72 @@ static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpy
     return cudaSuccess;
 }
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) { return copy(to, from, size, kind); }
+
+/* Copies of side streams at an extreme of what is legal, so that a missing wait gives wrong bits every time.
+ *
+ *     late    when something waits for them: an event of theirs is waited for by a stream that computes, or by the host; their stream computes;
+ *             memory goes back to the driver.
+ *     early   when they are enqueued; and if their stream has not waited for all that others have computed until then, they might have come
+ *             before that: what they write is junk.
+ *
+ * Streams that compute are never behind: an operator is done when it is called. */
+typedef struct { void *to; const void *from; size_t size; int awaited; size_t until; } Queued; /* a copy; or a wait for another stream */
+typedef struct { Queued *queue; size_t count, done, room, known; } Stream;
+typedef struct { struct timespec time; int stream; size_t until, known; } Event;
+#define MOST_STREAMS 4096
+static Stream streams[MOST_STREAMS];
+static size_t computed; /* operators, by now */
+static pthread_mutex_t queues = PTHREAD_MUTEX_INITIALIZER;
+
+static int number_of(cudaStream_t stream) {
+    uintptr_t number = ((uintptr_t)stream - 0x1000) / 16;
+    return (uintptr_t)stream < 0x1000 || number >= MOST_STREAMS ? 0 : (int)number;
+}
+
+static void drain(int number, size_t until) { /* with the lock held */
+    Stream *stream = &streams[number];
+    while (stream->done < until && stream->done < stream->count) {
+        Queued *next = &stream->queue[stream->done++];
+        if (next->size) memmove(next->to, next->from, next->size);
+        else drain(next->awaited, next->until);
+    }
+    if (stream->done == stream->count) stream->done = stream->count = 0;
+}
+
+static void drain_all(void) {
+    if (copies == NOW) return;
+    pthread_mutex_lock(&queues);
+    for (int number = 1; number < MOST_STREAMS; number++) drain(number, streams[number].count);
+    pthread_mutex_unlock(&queues);
+}
+
+/* The stream is about to compute. */
+API void simulated_computes(cudaStream_t stream) {
+    if (copies == NOW) return;
+    pthread_mutex_lock(&queues);
+    int number = number_of(stream);
+    drain(number, streams[number].count);
+    streams[number].known = ++computed;
+    pthread_mutex_unlock(&queues);
+}
+API int simulated_copies(void) { return copies != NOW; }
+
+static void enqueue(int number, Queued entry) { /* with the lock held */
+    Stream *stream = &streams[number];
+    if (stream->count == stream->room) stream->queue = realloc(stream->queue, (stream->room = 2 * stream->room + 64) * sizeof entry);
+    stream->queue[stream->count++] = entry;
+}
+
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    return (void)stream, copy(to, from, size, kind);
+    int number = number_of(stream);
+    int crosses = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyHostToDevice;
+    if (copies == NOW || !number || !crosses || !size) return copy(to, from, size, kind);
+    pthread_mutex_lock(&queues);
+    if (copies == LATE) enqueue(number, (Queued){to, from, size, 0, 0});
+    else if (streams[number].known < computed) memset(to, 0xFF, size);
+    else memmove(to, from, size);
+    pthread_mutex_unlock(&queues);
+    return cudaSuccess;
 }
 API cudaError_t cudaMemcpyPeerAsync(void *to, int target, const void *from, int source, size_t size, cudaStream_t stream) {
     return (void)target, (void)source, (void)stream, copy(to, from, size, cudaMemcpyDeviceToDevice);
@@ -330,22 +398,61 @@ API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t 
 }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void *data) { return (void)stream, call(data), cudaSuccess; }
 
-/* An event is the time of the host's clock at which it was recorded. */
+/* An event is the time of the host's clock at which it was recorded, and how far its stream was. */
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
     (void)flags;
-    *event = calloc(1, sizeof(struct timespec));
+    *event = calloc(1, sizeof(Event));
     return cudaSuccess;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 API cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    (void)stream;
-    clock_gettime(CLOCK_MONOTONIC, (struct timespec *)event);
+    Event *made = (Event *)event;
+    clock_gettime(CLOCK_MONOTONIC, &made->time);
+    if (copies == NOW) return cudaSuccess;
+    pthread_mutex_lock(&queues);
+    made->stream = number_of(stream);
+    made->until = streams[made->stream].count;
+    made->known = streams[made->stream].known;
+    pthread_mutex_unlock(&queues);
     return cudaSuccess;
 }
+static cudaError_t await_event(cudaEvent_t event) {
+    Event *awaited = (Event *)event;
+    if (copies == NOW) return cudaSuccess;
+    pthread_mutex_lock(&queues);
+    drain(awaited->stream, awaited->until);
+    pthread_mutex_unlock(&queues);
+    return cudaSuccess;
+}
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return await_event(event); }
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) { return await_event(event); }
+API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    (void)flags;
+    Event *awaited = (Event *)event;
+    int number = number_of(stream);
+    if (copies == NOW) return cudaSuccess;
+    pthread_mutex_lock(&queues);
+    if (streams[number].known < awaited->known) streams[number].known = awaited->known;
+    if (copies == LATE && streams[awaited->stream].done < awaited->until) {
+        if (number) enqueue(number, (Queued){NULL, NULL, 0, awaited->stream, awaited->until});
+        else drain(awaited->stream, awaited->until);
+    }
+    pthread_mutex_unlock(&queues);
+    return cudaSuccess;
+}
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (copies == NOW) return cudaSuccess;
+    pthread_mutex_lock(&queues);
+    drain(number_of(stream), streams[number_of(stream)].count);
+    pthread_mutex_unlock(&queues);
+    return cudaSuccess;
+}
+API cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+API cudaError_t cudaDeviceSynchronize(void) { return drain_all(), cudaSuccess; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) { return (void)flags, cudaEventRecord(event, stream); }
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
-    struct timespec *from = (struct timespec *)start, *to = (struct timespec *)end;
+    struct timespec *from = &((Event *)start)->time, *to = &((Event *)end)->time;
     if (!from->tv_sec || !to->tv_sec) return fail(cudaErrorInvalidResourceHandle);
     *milliseconds = (float)(1e3 * (double)(to->tv_sec - from->tv_sec) + 1e-6 * (double)(to->tv_nsec - from->tv_nsec));
     return cudaSuccess;

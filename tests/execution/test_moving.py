@@ -18,10 +18,11 @@ from torch.autograd.graph import save_on_cpu
 
 from benchmarks.random_chains import random_moves, random_schedule
 from lightning_rotor.capture.sequentialize import sequentialize
-from lightning_rotor.errors import OffloadError, ScheduleError
+from lightning_rotor.errors import OffloadError, RotorWarning, ScheduleError
 from lightning_rotor.execution import moving
 from lightning_rotor.execution.executor import Executor
-from lightning_rotor.execution.file_memory import FileMemory, _Places
+from lightning_rotor.execution.file_memory import FileMemory
+from lightning_rotor.execution.places import Places
 from lightning_rotor.link import Link
 from lightning_rotor.private.torch_names import threads
 from lightning_rotor.profiling import Profile, profile_chain
@@ -313,7 +314,7 @@ def test_a_change_in_place_is_the_error_that_it_is_in_plain_training(memory: Fil
 def test_hooks_of_others_save_in_the_place_of_moves(memory: FileMemory) -> None:
     net, batch, run = small(memory)
     wanted = torch.autograd.grad(net(batch).sum(), [*net.parameters()])
-    with save_on_cpu():
+    with save_on_cpu(), pytest.warns(RotorWarning, match="moves nothing in this call, and the step may take more"):
         output = run(batch)
     memory.drain()
     assert memory.used_bytes == 0
@@ -382,7 +383,7 @@ def test_threads_that_copy_do_not_count_as_drawing_random_numbers(tmp_path: Path
 
 
 def test_places_are_used_again() -> None:
-    places = _Places(None)
+    places = Places()
     first, second, third = (places.take(size) for size in (10, 20, 30))
     assert (first, second, third) == (0, 10, 30)
     places.give_back(second, 20)

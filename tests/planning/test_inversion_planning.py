@@ -169,7 +169,7 @@ def test_plan_says_what_is_inverted_and_is_the_same_after_a_file(tmp_path: Path)
     found = minimum_budget(chain)
     assert found.inverted
     text = str(found)
-    assert "Inverted stages" in text
+    assert "whose input is rebuilt from their output" in text
     assert "'stage0': its inverse is off by 3" in text
     assert " invert " in text
     found.save(tmp_path / "plan.json")

@@ -193,7 +193,7 @@ def test_a_chain_of_hundreds_of_unlike_stages_is_one_strip() -> None:
 def test_a_schedule_marks_what_is_recomputed() -> None:
     chain = random_chain(random.Random(1), 6, "heterogeneous", grain=512)
     picture = draw_chain(chain, schedule=Schedule.parse("0 ((1-2) 3-4) 5"))
-    assert [line.count("2 deep") for line in texts(picture) if "recomputed" in line][1:] == [1, 1, 0, 0]
+    assert [line.count("twice") for line in texts(picture) if "recomputed" in line][1:] == [1, 1, 0, 0]
     assert "orange" in picture
     assert "orange" not in draw_chain(chain)
 

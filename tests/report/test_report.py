@@ -82,15 +82,53 @@ def rows(table: object) -> dict[str, str]:
 def test_the_table_says_what_a_plan_costs():
     plan = plan_for("(0-2) (3-5) 6-7")
     assert rows(plan_table(plan)) == {
-        "Budget": "60.0 MiB",
+        "Limit": "60.0 MiB",
         "Peak without recomputation": "72.0 MiB",
-        "Peak with the plan": format_bytes(plan.peak_bytes),
-        "Recompute overhead": "25.0 % of the step",
-        "Gap to the optimum": "at most 13.3 % of the step",
-        "Recomputed stages": "6 of 8",
-        "Planning": "12.3 ms",
-        "Schedule": "(0-2) (3-5) 6-7",
+        "Peak with this plan": format_bytes(plan.peak_bytes),
+        "Time added to these modules": "25.0 %, predicted",
+        "Planning took": "12.3 ms",
+        "Recomputed": "6 of 8 stages",
+        "Schedule, recomputed in ()": "(0-2) (3-5) 6-7",
+        "A better plan could save": "at most 13.3 % of that time",
     }
+
+
+def test_the_rows_answer_questions_in_their_order():
+    names = list(
+        rows(
+            plan_table(
+                plan_for("(0-2) (3-5) 6-7"), memory_rows=[("Reserved", "2 GiB")], extra_rows=[("Planned", "net")]
+            )
+        )
+    )
+    fits, costs, what, better = names[:4], names[4:6], names[6:9], names[9:]
+    assert fits == ["Limit", "Peak without recomputation", "Peak with this plan", "Reserved"]
+    assert costs == ["Time added to these modules", "Planning took"]
+    assert what == ["Recomputed", "Schedule, recomputed in ()", "Planned"]
+    assert better == ["A better plan could save"]
+
+
+def test_one_number_stands_for_one_thing_the_measured_one_if_there_is_one():
+    plan = plan_for("(0-2) (3-5) 6-7")
+    planned = rows(plan_table(plan, final_peak_bytes=90 * MIB))
+    until = format_bytes(plan.peak_bytes)
+    assert planned["Peak with this plan"] == f"90.0 MiB, when the optimizer steps; {until} until then"
+    table = plan_table(
+        plan, final_peak_bytes=90 * MIB, measured_peak_bytes=91 * MIB, measured_overhead=0.3, measuring_seconds=2
+    )
+    shown = rows(table)
+    assert shown["Peak with this plan"] == "91.0 MiB, measured"
+    assert shown["Time added to these modules"] == "30.0 %, measured"
+    assert shown["Measuring, planning took"] == "2 s, 12.3 ms"
+
+
+def test_an_optimal_plan_says_that_none_is_faster():
+    assert rows(plan_table(plan_for("0-7")))["A better plan could save"].startswith("nothing: no schedule within")
+
+
+def test_a_table_that_is_printed_again_says_why():
+    text = printed(plan_table(plan_for("0-7"), reason="a larger input came"), 100)
+    assert text.startswith("Recomputation plan, printed again: a larger input came")
 
 
 def test_the_table_shows_the_whole_process_if_it_knows_it():
@@ -102,18 +140,17 @@ def test_the_table_shows_the_whole_process_if_it_knows_it():
         extra_rows=[("Accuracy", "97 %")],
     )
     shown = rows(table)
-    assert shown["Budget"] == "180 MiB, 80.0 MiB of it for activations and new gradients"
+    assert shown["Limit"] == "180 MiB, 80.0 MiB of it for activations and new gradients"
     assert shown["Peak without recomputation"] == "200 MiB"
-    assert shown["Peak with the plan"] == "172 MiB"
-    assert shown["Peak measured"] == "170 MiB"
-    assert list(shown)[-1] == "Accuracy"
+    assert shown["Peak with this plan"] == "170 MiB, measured"
+    assert list(shown)[-2:] == ["Accuracy", "A better plan could save"]
     assert rows(plan_table(plan_for("0-7"), reserved_bytes=100 * MIB))["Peak without recomputation"] == "172 MiB"
 
 
 def test_the_table_of_a_plan_beyond_the_limit_says_so():
     shown = rows(plan_table(plan_for("0-7"), limit_bytes=110 * MIB, reserved_bytes=100 * MIB))
-    assert shown["Budget"] == "110 MiB, which no plan keeps: this one takes least"
-    assert shown["Peak with the plan"] == "172 MiB"
+    assert shown["Limit"] == "110 MiB, which no plan keeps: this one takes least"
+    assert shown["Peak with this plan"] == "172 MiB"
 
 
 def test_the_table_fits_a_terminal():
@@ -227,7 +264,7 @@ def cells(table: object) -> list[list[str]]:
 
 def test_the_stages_are_told_in_runs_of_equal_treatment():
     assert cells(stage_table(plan_for("((0-1) 2) 3-5 (6) 7"))) == [
-        ["0-2", "layer0 … layer2", "recompute, 1 nested", "0 B", "5 ms"],
+        ["0-2", "layer0 … layer2", "recompute, up to twice", "0 B", "5 ms"],
         ["3-5", "layer3 … layer5", "keep", "24.0 MiB", ""],
         ["6", "layer6", "recompute", "4.00 MiB", "1 ms"],
         ["7", "layer7", "keep", "12.0 MiB", ""],

@@ -218,6 +218,39 @@ def test_a_thread_that_never_rests_is_noticed() -> None:
             assert drawn_since(before, lambda: time.sleep(0.01)) == {PYTHON}
 
 
+@pytest.mark.parametrize("own", [set(), {NUMPY}])
+def test_a_thread_that_only_seemed_to_rest_is_noticed(own: set[str]) -> None:
+    orders: Queue[bool] = Queue()
+    drawn: Queue[float] = Queue()
+
+    def work() -> None:
+        while orders.get():
+            drawn.put(random.random())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    runs = []
+
+    def code() -> None:
+        runs.append(len(runs))
+        if len(runs) <= 2:  # longer than any rest after the first
+            orders.put(True)
+            drawn.get()
+        if own:
+            np.random.rand()  # noqa: NPY002
+
+    try:
+        random.seed(0)
+        before = GeneratorStates(torch.device("cpu"))
+        code()
+        random.random()  # as the thread has by then
+        with pytest.warns(RotorWarning, match="Python's random .* numbers of that thread may repeat"):
+            assert drawn_since(before, code) == own
+    finally:
+        orders.put(False)
+        thread.join()
+
+
 def test_code_that_draws_is_told_from_code_that_does_not() -> None:
     over = threading.Event()
     thread = threading.Thread(target=over.wait, daemon=True)

@@ -36,12 +36,18 @@ def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
 
 def cuts_of(balance: Sequence[int]) -> tuple[int, ...]:
     """First stage of each part."""
-    return tuple(int(sum(balance[:place])) for place in range(len(balance)))
+    cuts = []
+    first = 0
+    for length in balance:
+        cuts.append(first)
+        first += int(length)
+    return tuple(cuts)
 
 
 def runs_of(cuts: Sequence[int], stages: int) -> list[tuple[int, int]]:
     """First and last stage of each part."""
-    return [(first, end - 1) for first, end in zip(cuts, (*cuts[1:], stages), strict=True)]
+    ends = [*cuts[1:], stages]
+    return [(first, end - 1) for first, end in zip(cuts, ends, strict=True)]
 
 
 def even_balance(stages: int, parts: int) -> list[int]:
@@ -68,35 +74,47 @@ def least_largest(values: Sequence[float], partitions: int) -> list[int]:
             f"partitions={n}"
         )
     before = np.concatenate(([0.0], np.cumsum(np.asarray(values, float))))
-    # No part needs more than an equal share and one stage, which bounds its length.
+    # No part needs more than an equal share and one stage, which bounds its length: the table has n rows of it, and
+    # not n². The factor is for sums that round.
     most = (before[-1] / parts + max(values)) * (1 + 1e-9)
-    longest = int((np.searchsorted(before, before + most, "right") - np.arange(n + 1)).max()) - 1
+    lengths = np.searchsorted(before, before + most, "right") - np.arange(n + 1)
+    longest = int(lengths.max()) - 1
     ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
-    sums = np.where(ends <= n, before[np.minimum(ends, n)] - before[:-1, None], math.inf)
+    run_sums = before[np.minimum(ends, n)] - before[:-1, None]
+    sums = np.where(ends <= n, run_sums, math.inf)
     cuts = least_bottleneck(np.broadcast_to(sums, (parts, n, longest)))
     assert cuts is not None, "equal parts are no longer"
     return [last + 1 - first for first, last in runs_of(cuts, n)]
 
 
 def least_bottleneck(values: Reals) -> Cuts | None:
-    """Cuts whose largest value (by stage, first and length less one) is least; None if all are infinite."""
+    """Cuts whose largest value (by stage, first and length less one) is least; None if all are infinite.
+
+    O(stages · n · longest), and exact.
+    """
     stages, n, longest = values.shape
     # By pipeline stage and first stage of the chain, of all parts from there on: the largest value, and the sum of
     # squares, which decides among cuts of the same largest value for the most even ones.
+    # Rows have room for ends beyond the chain, which stay infinite.
     most = np.full((stages + 1, n + longest + 1), math.inf)
     squares = most.copy()
     most[stages, n] = squares[stages, n] = 0.0
-    ends = np.arange(n)[:, None] + np.arange(1, longest + 1)
+    firsts = np.arange(n)
+    ends = firsts[:, None] + np.arange(1, longest + 1)
+    # The length less one of the part that begins here.
     chosen = np.zeros((stages, n), np.int64)
     for stage in reversed(range(stages)):
         largest = np.maximum(values[stage], most[stage + 1][ends])
         least = largest.min(axis=1, keepdims=True)
-        spread = np.where(largest <= least, values[stage] ** 2 + squares[stage + 1][ends], math.inf)
+        spread = values[stage] ** 2 + squares[stage + 1][ends]
+        spread = np.where(largest <= least, spread, math.inf)
         chosen[stage] = np.argmin(spread, axis=1)
-        most[stage, :n], squares[stage, :n] = least[:, 0], spread[np.arange(n), chosen[stage]]
+        most[stage, :n] = least[:, 0]
+        squares[stage, :n] = spread[firsts, chosen[stage]]
     if most[0, 0] == math.inf:
         return None
     cuts = [0]
     for stage in range(stages - 1):
-        cuts.append(cuts[-1] + int(chosen[stage, cuts[-1]]) + 1)
+        first = cuts[-1]
+        cuts.append(first + int(chosen[stage, first]) + 1)
     return tuple(cuts)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any
@@ -44,13 +45,23 @@ from lightning_rotor.planning.kernels import Seconds
 from lightning_rotor.planning.schedule_search import keep_all_fastest, segments_around, solved_table
 from lightning_rotor.planning.solver import Solver
 from lightning_rotor.schedule import Leaf, Schedule, Segment
-from lightning_rotor.simulator import Simulation, simulate
+from lightning_rotor.simulator import Event, Simulation, simulate
 
 END = "hand over"
 """Name of the stage that :func:`with_end` adds."""
-# Sums of two numbers in one table: 0.1 s.
+_GRADIENT_COSTS = (
+    "unpack_peak_bytes",
+    "backward_peak_bytes",
+    "backward_segment_peak_bytes",
+    "backward_held_peak_bytes",
+    "unpack_bytes",
+    "input_gradient_bytes",
+)
+"""Costs of an option that are the gradient's bytes if nothing else is there."""
+# Sums of two numbers in one table: 0.1 s. A table of n stages has about n³ / 6 of them for each slot.
 _SUMS = 2e7
 _LEAST_SLOTS, _MOST_SLOTS = 400, 4000
+# Of a plan besides its table, in the units of ``search``'s work: a constant, so that cuts do not depend on the machine.
 _PLAN_WORK = 500_000
 # Nodes before the search takes what it has, and how much slower than its bound that may be when it stops before.
 _NODES = 48
@@ -68,28 +79,49 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
     """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's."""
     if first == 0 and last == len(chain) - 1:
         return chain
-    inside = {number: _inside(skip, first, last) for number, skip in enumerate(chain.skips) if skip.born != last}
-    skips = {number: skip for number, skip in inside.items() if skip is not None}
-    numbers = {number: place for place, number in enumerate(skips)}
-    # Skips that the last stage makes for stages behind are parts of the output like any other.
-    handed_bytes = sum(skip.size_bytes for skip in chain.skips if skip.born == last)
-    stages = list(chain.stages[first : last + 1])
-    for place, stage in enumerate(stages):
-        if any(option.saved_skips for option in stage.options):
-            saved = [tuple(numbers[n] for n in option.saved_skips if n in numbers) for option in stage.options]
-            options = (replace(option, saved_skips=own) for option, own in zip(stage.options, saved, strict=True))
-            stages[place] = replace(stage, options=tuple(options))
-    stages[-1] = replace(stages[-1], output_bytes=stages[-1].output_bytes + handed_bytes)
-    input_bytes = boundary_bytes(chain, first) if first else chain.input_bytes
-    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=tuple(skips.values()))
+    # By number of the skip in the whole chain, what of it is inside. Skips that the last stage makes for stages behind
+    # are parts of the output like any other.
+    inside: dict[int, Skip] = {}
+    handed_bytes = 0
+    for number, skip in enumerate(chain.skips):
+        if skip.born == last:
+            handed_bytes += skip.size_bytes
+            continue
+        part = _inside(skip, first, last)
+        if part is not None:
+            inside[number] = part
+    new_numbers = {number: place for place, number in enumerate(inside)}
+    stages = [_with_skips_renumbered(stage, new_numbers) for stage in chain.stages[first : last + 1]]
+    output_bytes = stages[-1].output_bytes + handed_bytes
+    stages[-1] = replace(stages[-1], output_bytes=output_bytes)
+    input_bytes = chain.input_bytes
+    if first > 0:
+        input_bytes = boundary_bytes(chain, first)
+    skips = tuple(inside.values())
+    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=skips)
+
+
+def _with_skips_renumbered(stage: StageCost, new_numbers: Mapping[int, int]) -> StageCost:
+    """A stage whose options name the skips that they save by new numbers; skips without one are left out."""
+    if not any(option.saved_skips for option in stage.options):
+        return stage
+    options = []
+    for option in stage.options:
+        saved = [new_numbers[number] for number in option.saved_skips if number in new_numbers]
+        options.append(replace(option, saved_skips=tuple(saved)))
+    return replace(stage, options=tuple(options))
 
 
 def boundary_bytes(chain: Chain, boundary: int) -> int:
     """Bytes that cross a cut before a stage: its input and every skip that is needed behind it; nothing at the ends."""
     if not 0 < boundary < len(chain):
         return 0
-    crossing = [skip for skip in chain.skips if skip.born < boundary and (skip.in_output or skip.last_use >= boundary)]
-    return chain.stages[boundary - 1].output_bytes + sum(skip.size_bytes for skip in crossing)
+    crossing_bytes = chain.stages[boundary - 1].output_bytes
+    for skip in chain.skips:
+        is_needed = skip.in_output or skip.last_use >= boundary
+        if skip.born < boundary and is_needed:
+            crossing_bytes += skip.size_bytes
+    return crossing_bytes
 
 
 def with_end(chain: Chain, *, received: bool = False) -> Chain:
@@ -100,32 +132,40 @@ def with_end(chain: Chain, *, received: bool = False) -> Chain:
     says that the output's gradient lies in a buffer that is counted elsewhere.
     """
     last = chain.stages[-1]
-    gradient_bytes = 0 if received else last.output_bytes
-    peaks = ("unpack_peak_bytes", "backward_peak_bytes", "backward_segment_peak_bytes", "backward_held_peak_bytes")
-    nothing: dict[str, Any] = {each.name: 0 for each in fields(Option) if each.default is MISSING}
-    gradients = dict.fromkeys((*peaks, "unpack_bytes", "input_gradient_bytes"), gradient_bytes)
-    keep = Option(**(nothing | gradients | {"name": "keep"}))
-    end = StageCost(END, last.output_bytes, 0, 0.0, (keep,))
+    gradient_bytes = last.output_bytes
+    if received:
+        gradient_bytes = 0
+    # An option that keeps nothing, whatever fields options have: only the gradient passes through it.
+    costs: dict[str, Any] = {field.name: 0 for field in fields(Option) if field.default is MISSING}
+    costs["name"] = "keep"
+    for name in _GRADIENT_COSTS:
+        costs[name] = gradient_bytes
+    end = StageCost(END, last.output_bytes, 0, 0.0, (Option(**costs),))
     return replace(chain, stages=(*chain.stages, end))
 
 
 def without_end(schedule: Schedule) -> Schedule | None:
     """A schedule of a chain with an end for the chain without it; None if it needs the end."""
     items = schedule.items[:-1]
-    return Schedule(items) if items and isinstance(items[-1], Leaf) else None
+    # A schedule must not end in a segment: there the end is what is kept behind it.
+    if items and isinstance(items[-1], Leaf):
+        return Schedule(items)
+    return None
 
 
 def _inside(skip: Skip, first: int, last: int) -> Skip | None:
     """Part of a skip within ``first..last``, if it is read or made there before ``last``."""
-    read = [number for number, use in enumerate(skip.uses) if first <= use <= last]
-    uses = tuple(skip.uses[number] - first for number in read)
-    gradients = tuple(skip.gradient_bytes[number] for number in read)
+    readers = [place for place, use in enumerate(skip.uses) if first <= use <= last]
+    uses = tuple(skip.uses[place] - first for place in readers)
+    gradients = tuple(skip.gradient_bytes[place] for place in readers)
     if skip.born < first:
+        # It comes with the input, whose bytes count it.
         return Skip(-1, uses, 0, gradients) if uses else None
     if skip.born > last:
         return None
     leaves_here = skip.in_output or skip.last_use > last
-    if not uses:  # only handed on: as if the last stage read it; its gradient arrives from outside
+    if not uses:
+        # Only handed on: as if the last stage read it. Its gradient arrives from outside.
         uses, gradients = (last - first,), (0,)
     return Skip(skip.born - first, uses, skip.size_bytes, gradients, in_output=leaves_here)
 
@@ -164,19 +204,33 @@ class StagePlan:
     @cached_property
     def load(self) -> MicroBatchLoad:
         """Costs for the pipeline's simulator."""
-        events, first = self.simulation.events, self.first_simulation.events
-        forward = [each for each in events if each.phase == "forward"]
-        forward_seconds = sum(each.seconds for each in forward)
-        segment_seconds = self.seconds - sum(each.seconds for each in events)
+        forwards: list[Event] = []
+        backwards: list[Event] = []
+        event_seconds = 0.0
+        recompute_seconds = 0.0
+        for event in self.simulation.events:
+            event_seconds += event.seconds
+            if event.phase == "recompute":
+                recompute_seconds += event.seconds
+            part = forwards if event.phase == "forward" else backwards
+            part.append(event)
+        # The host's time around segments is in no event. They are there for the recomputation, so it is that's.
+        segment_seconds = self.seconds - event_seconds
+        forward_seconds = sum(event.seconds for event in forwards)
+        first_backwards = [event for event in self.first_simulation.events if event.phase != "forward"]
         return MicroBatchLoad(
             forward_seconds=forward_seconds,
             backward_seconds=self.seconds - forward_seconds,
-            recompute_seconds=sum(each.seconds for each in events if each.phase == "recompute") + segment_seconds,
+            recompute_seconds=recompute_seconds + segment_seconds,
             held_bytes=self.held_bytes,
-            forward_peak_bytes=max(each.peak_bytes for each in forward),
-            backward_peak_bytes=max(each.peak_bytes for each in events if each.phase != "forward"),
-            first_backward_peak_bytes=max(each.peak_bytes for each in first if each.phase != "forward"),
+            forward_peak_bytes=_peak_bytes(forwards),
+            backward_peak_bytes=_peak_bytes(backwards),
+            first_backward_peak_bytes=_peak_bytes(first_backwards),
         )
+
+
+def _peak_bytes(events: Sequence[Event]) -> int:
+    return max(event.peak_bytes for event in events)
 
 
 class InFlightPlanner:
@@ -184,9 +238,13 @@ class InFlightPlanner:
 
     def __init__(self, chain: Chain, *, gradients_exist: bool = True, received: bool = False) -> None:
         self._chain, self._received, self._gradients_exist = chain, received, gradients_exist
-        self._slots = int(min(max(_SUMS / (len(chain) ** 3 / 6), _LEAST_SLOTS), _MOST_SLOTS))
-        self._plans: list[tuple[int, int, StagePlan | None]] = []  # by micro-batches in flight and budget
-        self.work = 0  # that plans have cost: a table each, and what comes with it
+        # As many as one table may cost.
+        slots = _SUMS / (len(chain) ** 3 / 6)
+        self._slots = int(min(max(slots, _LEAST_SLOTS), _MOST_SLOTS))
+        # Micro-batches in flight, budget, and the plan; None where there is none.
+        self._plans: list[tuple[int, int, StagePlan | None]] = []
+        # Work that plans have cost: a table each, and what comes with it.
+        self.work = 0
         self.least, self._columns = cache(self._least), cache(self._solved)
 
     @cached_property
@@ -197,8 +255,10 @@ class InFlightPlanner:
     @cached_property
     def checkpointed(self) -> StagePlan:
         """Plan with the whole part in one segment, as torchgpipe's partitions; what must be kept, is."""
-        chain, items = self._chain, segments_around(self._chain, 0, len(self._chain) - 1)
+        chain = self._chain
+        items = segments_around(chain, 0, len(chain) - 1)
         if isinstance(items[-1], Segment):
+            # A schedule must not end in a segment.
             chain = with_end(chain, received=self._received)
             items.append(Leaf(len(chain) - 1))
         return StagePlan(chain, Schedule(tuple(items)))
@@ -211,26 +271,30 @@ class InFlightPlanner:
         """The fastest plan that fits, or None if none does; optimal up to the table's approximations."""
         if self._fits(self.kept, in_flight, budget_bytes):
             return self.kept
-        # The best plan for more memory is best wherever it fits.
-        for fewer, more, known in self._plans:
-            stricter = fewer <= in_flight and more >= budget_bytes
-            if stricter and (known is None or self._fits(known, in_flight, budget_bytes)):
-                return known
+        # The best plan for more memory is best wherever it fits. If there was none for more memory, there is none.
+        for fewer, more, other in self._plans:
+            is_looser = fewer <= in_flight and more >= budget_bytes
+            if is_looser and (other is None or self._fits(other, in_flight, budget_bytes)):
+                return other
         self.work += _PLAN_WORK + self._slots * len(self._chain) ** 3 // 6
-        found = self._planned(in_flight, budget_bytes)
-        self._plans.append((in_flight, budget_bytes, found))
-        return found
+        plan = self._planned(in_flight, budget_bytes)
+        self._plans.append((in_flight, budget_bytes, plan))
+        return plan
 
     def _fits(self, plan: StagePlan, in_flight: int, budget_bytes: int) -> bool:
-        alone = plan.simulation if self._gradients_exist else plan.first_simulation
+        alone = plan.first_simulation
+        if self._gradients_exist:
+            alone = plan.simulation
         return (in_flight - 1) * plan.held_bytes + alone.peak_bytes <= budget_bytes
 
     def _planned(self, in_flight: int, budget_bytes: int) -> StagePlan | None:
         if in_flight == 1:
+            # No others hold anything: the planner of a single device has the optimum.
             try:
-                return StagePlan(self._chain, self._solver.plan(max(budget_bytes, 1)).schedule)
+                plan = self._solver.plan(max(budget_bytes, 1))
             except BudgetError:
                 return None
+            return StagePlan(self._chain, plan.schedule)
         if budget_bytes <= 0:
             return None
         best = _Search(self._columns(True), in_flight, budget_bytes, None).run()
@@ -243,22 +307,28 @@ class InFlightPlanner:
         """The plan of least memory, up to one part in a thousand."""
         if in_flight == 1:
             return StagePlan(self._chain, self._solver.minimum().schedule)
-        best = min((self.kept, self.checkpointed), key=lambda plan: plan.bytes(in_flight))
+        # Bisection by budgets. A plan often takes less than its budget, so what it takes is the new upper end.
+        plans = (self.kept, self.checkpointed)
+        best = min(plans, key=lambda plan: plan.bytes(in_flight))
         low, high = 0, best.bytes(in_flight)
         while high - low > max(high // 1000, 1):
-            found = self.plan(in_flight, (low + high) // 2)
-            if found is None:
-                low = (low + high) // 2
+            middle = (low + high) // 2
+            plan = self.plan(in_flight, middle)
+            if plan is None:
+                low = middle
             else:
-                best, high = found, found.bytes(in_flight)
+                best, high = plan, plan.bytes(in_flight)
         return best
 
     def _solved(self, ended: bool) -> _Columns:
         """A table of the chain with an end or without, for all budgets that matter."""
-        chain = with_end(self._chain, received=self._received) if ended else self._chain
+        chain = self._chain
+        if ended:
+            chain = with_end(chain, received=self._received)
         # A schedule that holds less may have a larger peak than one that keeps everything.
         kept = StagePlan(chain, keep_all_fastest(chain))
-        return _Columns(chain, math.ceil(_ROOM * max(kept.bytes(1), self.checkpointed.bytes(1))), self._slots)
+        most_bytes = max(kept.bytes(1), self.checkpointed.bytes(1))
+        return _Columns(chain, math.ceil(_ROOM * most_bytes), self._slots)
 
 
 class _Columns:
@@ -273,54 +343,73 @@ class _Columns:
     def _seconds(self, floor: int) -> Seconds:
         """Least seconds by memory if ``floor`` slots must be left when the last stage is kept."""
         self._table.solve_last_column(floor=floor)
+        # The table is solved again in place for the next floor.
         return self._table.seconds.copy()
 
     def plan(self, memory: int, floor: int) -> StagePlan:
         """Plan of ``seconds(floor)[memory]``, which must be finite; without the end where it needs none."""
+        # The table may stand at another floor.
         self._table.solve_last_column(floor=floor)
         chain, schedule = self.chain, schedule_at(self._table, memory)
-        shorter = without_end(schedule) if chain.names[-1] == END else None
-        if shorter is not None:
-            chain, schedule = replace(chain, stages=chain.stages[:-1]), shorter
-        return StagePlan(chain, schedule)
+        if chain.names[-1] != END:
+            return StagePlan(chain, schedule)
+        shorter = without_end(schedule)
+        if shorter is None:
+            return StagePlan(chain, schedule)
+        return StagePlan(replace(chain, stages=chain.stages[:-1]), shorter)
 
 
 class _Search:
     """Best-first search over the memory that a micro-batch may hold."""
 
     def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
-        self._columns, self._in_flight, self._budget_bytes, self._best = columns, in_flight, budget_bytes, best
+        self._columns, self._in_flight = columns, in_flight
+        self._budget_bytes, self._best = budget_bytes, best
+        # A heap of the bound in seconds and of the slots that may be held.
         self._nodes: list[tuple[float, int, int]] = []
-        self._always_bytes = columns.chain.always_bytes  # which the table does not count
+        # The table does not count these.
+        self._always_bytes = columns.chain.always_bytes
 
     def run(self) -> StagePlan | None:
         """The fastest plan that fits, or None."""
         unit = self._columns.unit
-        most = int((self._budget_bytes / self._in_flight - self._always_bytes) / unit) + 1
+        # Each of k micro-batches holds at most a k-th of the budget.
+        own_bytes = self._budget_bytes / self._in_flight - self._always_bytes
+        most = int(own_bytes / unit) + 1
         self._push(0, min(most, self._columns.top))
         for _ in range(_NODES):
             if not self._nodes or not self._may_be_better(self._nodes[0][0]):
                 return self._best
             _, low, high = heapq.heappop(self._nodes)
-            memory, floor = self._memory(low), max(self._memory(low) - high, 0)
+            memory = self._memory(low)
+            floor = max(memory - high, 0)
             plan = self._columns.plan(memory, floor)
             if self._takes(plan):
                 continue
-            held = min(max(round((plan.held_bytes - self._always_bytes) / unit), low), high)
+            held = round((plan.held_bytes - self._always_bytes) / unit)
+            held = min(max(held, low), high)
             if held == low or low == high:
+                # The node counts with what the plan holds, and it does not fit all the same: its peak is larger in
+                # bytes than in slots. A split would find it again.
                 self._take_below(memory, floor)
             if low < high:
                 middle = max(held, low + 1)
                 self._push(low, middle - 1)
                 self._push(middle, high)
-        for _, _, high in self._nodes:  # out of patience: what surely fits
-            self._take_below(self._memory(high), max(self._memory(high) - high, 0))
+        # Out of patience: what surely fits, since others are taken to hold the most.
+        for _, _, high in self._nodes:
+            memory = self._memory(high)
+            self._take_below(memory, max(memory - high, 0))
         return self._best
 
     def _memory(self, held: int) -> int:
         """Slots for one micro-batch if each of the others holds ``held`` slots."""
-        others = (self._in_flight - 1) * (self._always_bytes + held * self._columns.unit)
-        slots = math.floor((self._budget_bytes - others) / self._columns.unit) + (0 if self._columns.exact else 1)
+        unit = self._columns.unit
+        others_bytes = (self._in_flight - 1) * (self._always_bytes + held * unit)
+        slots = math.floor((self._budget_bytes - others_bytes) / unit)
+        if not self._columns.exact:
+            # Costs are rounded up, so a schedule that fits in bytes may need a slot more. Bytes decide in the end.
+            slots += 1
         return min(slots, self._columns.top)
 
     def _push(self, low: int, high: int) -> None:
@@ -334,16 +423,22 @@ class _Search:
     def _may_be_better(self, seconds: float) -> bool:
         if self._best is None:
             return seconds < math.inf
-        return seconds < self._best.seconds * (1 - (SAME if self._columns.exact else _CLOSE_ENOUGH))
+        # Rounded costs prove nothing finer than that.
+        tolerance = SAME if self._columns.exact else _CLOSE_ENOUGH
+        return seconds < self._best.seconds * (1 - tolerance)
 
     def _take_below(self, memory: int, floor: int) -> None:
         """Take the first of the schedules with less memory that fits in bytes."""
         if memory < 0:
             return
         seconds = self._columns.seconds(floor)[: memory + 1]
-        stairs = np.flatnonzero(seconds < np.concatenate(([math.inf], seconds[:-1])))[::-1]
+        # Where less memory takes more seconds there is another schedule; most memory, and so least seconds, first.
+        before = np.concatenate(([math.inf], seconds[:-1]))
+        stairs = np.flatnonzero(seconds < before)[::-1]
         for stair in stairs[:_TRIES].tolist():
-            if not self._may_be_better(float(seconds[stair])) or self._takes(self._columns.plan(stair, floor)):
+            if not self._may_be_better(float(seconds[stair])):
+                return
+            if self._takes(self._columns.plan(stair, floor)):
                 return
 
     def _takes(self, plan: StagePlan) -> bool:

@@ -23,9 +23,9 @@ RecomputeMode: TypeAlias = Literal["rotor", "always", "except_last", "never"]
 
 def check_recompute(mode: str) -> None:
     """Refuse a mode of recomputation that there is not."""
-    if mode not in get_args(RecomputeMode):
-        known = ", ".join(map(repr, get_args(RecomputeMode)))
-        raise PipelineError(f"recompute is {mode!r}: expected one of {known}")
+    modes = get_args(RecomputeMode)
+    if mode not in modes:
+        raise PipelineError(f"recompute is {mode!r}: expected one of {', '.join(map(repr, modes))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,11 @@ class Problem:
                 f"state_bytes has {len(self.state_bytes)} entries: expected one for each of the chain's {length} stages"
             )
         if self.stages > length:
-            each = f" with {self.stages_per_device} stages each" if self.stages_per_device > 1 else ""
+            with_stages = ""
+            if self.stages_per_device > 1:
+                with_stages = f" with {self.stages_per_device} stages each"
             raise PipelineError(
-                f"{len(self.devices)} devices{each} need {self.stages} pipeline stages, but the chain has only "
+                f"{len(self.devices)} devices{with_stages} need {self.stages} pipeline stages, but the chain has only "
                 f"{length} stages to share out: use fewer devices, or cut the model more finely"
             )
 
@@ -120,7 +122,10 @@ class Problem:
     def order(self) -> Integers:
         """Actions of every device; equal problems share them."""
         return orders(
-            self.schedule, len(self.devices), micro_batches=self.micro_batches, stages_per_device=self.stages_per_device
+            self.schedule,
+            len(self.devices),
+            micro_batches=self.micro_batches,
+            stages_per_device=self.stages_per_device,
         )
 
     @cached_property
@@ -144,7 +149,8 @@ class Problem:
     @property
     def results_bytes(self) -> int:
         """Bytes that every device is given behind the step: all outputs, and the gradients of all inputs."""
-        return self.micro_batches * (self.chain.stages[-1].output_bytes + self.input_gradient_bytes)
+        last_output_bytes = self.chain.stages[-1].output_bytes
+        return self.micro_batches * (last_output_bytes + self.input_gradient_bytes)
 
     @property
     def input_gradient_bytes(self) -> int:
@@ -160,5 +166,7 @@ class Problem:
         device = stage % len(self.devices)
         if self.stages_per_device == 1:
             return self.memory(device)
-        order = self.order[device]
-        return DeviceLevels(order[order[:, 0] == stage], micro_batches=self.micro_batches)
+        # With rows left out, the numbers of actions up to which results linger would point at others.
+        device_order = self.order[device]
+        own_rows = device_order[device_order[:, 0] == stage]
+        return DeviceLevels(own_rows, micro_batches=self.micro_batches)

@@ -12,7 +12,7 @@ from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StageP
 from lightning_rotor.pipeline.partition.problem import Problem
 from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
 
-# Most tries to plan the stages of a device with less memory.
+# Most tries to plan the stages of a device with less memory: each is a plan for every stage.
 _TRIES = 8
 
 
@@ -52,14 +52,18 @@ class Costs:
         self.problem = problem
         chain = problem.chain
         # Sums up to each boundary, so that those of a run are a difference.
-        self._state_before = np.cumsum([0, *(problem.state_bytes or (0,) * len(chain))])
-        self._gradients_before = np.cumsum([0, *(stage.keep.parameter_gradient_bytes for stage in chain)])
-        self._boundary_bytes = np.array([boundary_bytes(chain, place) for place in range(len(chain) + 1)], np.int64)
+        state_bytes = problem.state_bytes or (0,) * len(chain)
+        gradient_bytes = [cost.keep.parameter_gradient_bytes for cost in chain]
+        self._state_before = np.cumsum([0, *state_bytes])
+        self._gradients_before = np.cumsum([0, *gradient_bytes])
+        boundaries = range(len(chain) + 1)
+        self._boundary_bytes = np.array([boundary_bytes(chain, place) for place in boundaries], np.int64)
         # By boundary; nothing travels at the chain's ends, and on a single device.
         self.travel_seconds = [0.0] * (len(chain) + 1)
         if len(problem.devices) > 1:
             for place in range(1, len(chain)):
-                self.travel_seconds[place] = problem.link.seconds(int(self._boundary_bytes[place]))
+                message_bytes = int(self._boundary_bytes[place])
+                self.travel_seconds[place] = problem.link.seconds(message_bytes)
         self._memory = cache(problem.memory)
         self._memory_alone = cache(problem.memory_alone)
         self._planner = cache(self._made_planner)
@@ -92,14 +96,17 @@ class Costs:
 
     def _static_bytes(self, first: Any, last: Any) -> Any:
         state = self._state_before[last + 1] - self._state_before[first]
-        return state + self.problem.micro_batches * (self._boundary_bytes[first] + self._boundary_bytes[last + 1])
+        # Receive buffers: of the input, and of the output's gradient, for each micro-batch.
+        received = self._boundary_bytes[first] + self._boundary_bytes[last + 1]
+        return state + self.problem.micro_batches * received
 
     def together(self, runs: Sequence[tuple[int, int]]) -> list[StageChoice | None]:
         """By pipeline stage, the fastest plans found that fit together; None for all stages of a device without any."""
         devices = len(self.problem.devices)
         choices: list[StageChoice | None] = [None] * len(runs)
         for device in range(devices):
-            placed = tuple(_Placed(stage, *runs[stage]) for stage in range(device, len(runs), devices))
+            own_stages = range(device, len(runs), devices)
+            placed = tuple(_Placed(stage, *runs[stage]) for stage in own_stages)
             fitting = self._fitting(placed)
             if fitting is not None:
                 choices[device::devices] = fitting
@@ -131,28 +138,37 @@ class Costs:
         """
         limit = self.problem.device_of(placed[0].stage).memory_bytes
         if limit is None or self.problem.recompute != "rotor":
+            # There is one way to run each, so it fits or does not.
             choices = [self._unlimited(*run) for run in placed]
-            fits = limit is None or self._peak_bytes(placed, choices) <= limit
-            return choices if fits else None
+            if limit is None or self._peak_bytes(placed, choices) <= limit:
+                return choices
+            return None
         planners = [self._planner(run.first, run.last) for run in placed]
         in_flight = [self.problem.in_flight[run.stage] for run in placed]
-        wants = [planner.kept.bytes(most) for planner, most in zip(planners, in_flight, strict=True)]
+        wants = []
+        for planner, most in zip(planners, in_flight, strict=True):
+            wants.append(planner.kept.bytes(most))
+        all_wants = max(sum(wants), 1)
         fixed = sum(int(self.fixed_bytes(run.first, run.last)) for run in placed)
         # Each stage's share of it is what the stage may use as if it were alone.
         free = len(placed) * (limit - fixed)
         for attempt in range(_TRIES):
             plans = []
+            used = 0
             for planner, most, want in zip(planners, in_flight, wants, strict=True):
-                plan = planner.plan(most, free * want // max(sum(wants), 1))
+                plan = planner.plan(most, free * want // all_wants)
                 if plan is None and len(placed) == 1 and attempt == 0:
                     # Not even without what lingers.
                     return None
-                plans.append(plan or planner.least(most))
+                if plan is None:
+                    plan = planner.least(most)
+                plans.append(plan)
+                used += plan.bytes(most)
             choices = [self._with(*run, plan) for run, plan in zip(placed, plans, strict=True)]
             excess = self._peak_bytes(placed, choices) - limit
             if excess <= 0:
                 return choices
-            used = sum(plan.bytes(most) for plan, most in zip(plans, in_flight, strict=True))
+            # Plans often use less than they may. What they do not use would hide the excess from the next try.
             free = min(free, used) - excess
         return None
 
@@ -160,7 +176,9 @@ class Costs:
         """Most bytes on the device of some stages, all of it or one."""
         if len(placed) == 1:
             return choices[0].bytes
-        loads = {run.stage: choice.load for run, choice in zip(placed, choices, strict=True)}
+        loads = {}
+        for run, choice in zip(placed, choices, strict=True):
+            loads[run.stage] = choice.load
         device = placed[0].stage % len(self.problem.devices)
         return self._memory(device).peak_bytes(loads, self.problem.results_bytes)
 
@@ -171,9 +189,12 @@ class Costs:
         input_gradient_bytes = self.problem.input_gradient_bytes
         if first > 0:
             input_gradient_bytes = int(self._boundary_bytes[first])
+        last_load = None
+        if last_plan is not None:
+            last_load = self._on_device(last_plan.load, stage)
         load = PipelineStageLoad(
             micro_batch=self._on_device(plan.load, stage),
-            last=None if last_plan is None else self._on_device(last_plan.load, stage),
+            last=last_load,
             static_bytes=int(self._static_bytes(first, last)),
             gradient_bytes=int(self.gradient_bytes(first, last)),
             send_forward_seconds=self.travel_seconds[last + 1],
@@ -181,8 +202,10 @@ class Costs:
             output_bytes=self._sent_bytes(first, last),
             input_gradient_bytes=input_gradient_bytes,
         )
-        # What every device is given behind the step comes once.
-        results_bytes = self.problem.results_bytes if self.problem.stages_per_device == 1 else 0
+        # What every device is given behind the step comes once, and not with each of its stages.
+        results_bytes = 0
+        if self.problem.stages_per_device == 1:
+            results_bytes = self.problem.results_bytes
         bytes_alone = self._memory_alone(stage).peak_bytes({stage: load}, results_bytes)
         return StageChoice(first, last, plan, last_plan, load, bytes_alone)
 
@@ -202,14 +225,21 @@ class Costs:
         chain = self.problem.chain
         if last == len(chain) - 1:
             return chain.stages[-1].output_bytes
-        passing = sum(skip.size_bytes for skip in chain.skips if skip.born < first and skip.last_use > last)
-        return int(self._boundary_bytes[last + 1]) - passing
+        passing_bytes = 0
+        for skip in chain.skips:
+            if skip.born < first and skip.last_use > last:
+                passing_bytes += skip.size_bytes
+        return int(self._boundary_bytes[last + 1]) - passing_bytes
 
     def _made_planner(self, first: int, last: int) -> InFlightPlanner:
         """Planner of a run; alike ones, wherever in the chain they are, share it."""
         part = sub_chain(self.problem.chain, first, last)
-        nameless = replace(part, stages=tuple(replace(stage, name="") for stage in part))
+        # Names say nothing about costs, and equal blocks of a transformer differ in nothing else. So one plan serves
+        # all of them: chains are keys, compared by value.
+        nameless_stages = tuple(replace(cost, name="") for cost in part)
+        nameless = replace(part, stages=nameless_stages)
         # The gradient of the output comes into a buffer, but for the last stage's.
         received = last < len(self.problem.chain) - 1
-        planner = InFlightPlanner(nameless, gradients_exist=self.problem.micro_batches > 1, received=received)
+        gradients_exist = self.problem.micro_batches > 1
+        planner = InFlightPlanner(nameless, gradients_exist=gradients_exist, received=received)
         return self._planners.setdefault((nameless, received), planner)

@@ -45,24 +45,34 @@ class Search:
 
     @cached_property
     def _bounds(self) -> Bounds:
+        # Long runs are rare in good cuts and make the table large: several even lengths, or as many as have room.
         n, stages = self._n, self._stages
-        return Bounds(self._costs, max(4 * math.ceil(n / stages) + 4, _MOST_RUNS // (n * stages)))
+        even_length = math.ceil(n / stages)
+        longest = max(4 * even_length + 4, _MOST_RUNS // (n * stages))
+        return Bounds(self._costs, longest)
 
     def run(self) -> tuple[list[StageChoice] | None, float]:
         """The best cuts, or None if none was found that fits, and the least seconds that any take."""
+        # Balances by hand first, so that the answer is never slower than one of them.
         for balance in simple_balances(self._problem.chain, self._stages):
             self._judge(cuts_of(balance))
         count = math.comb(self._n - 1, self._stages - 1)
-        few = count <= _FEW and self._actions * count <= _MOST_WORK // 20
-        bound = min(self._all() if few else self._candidates(), self._bounds.longer_seconds())
+        if count <= _FEW and self._actions * count <= _MOST_WORK // 20:
+            bound = self._all()
+        else:
+            bound = self._candidates()
+        bound = min(bound, self._bounds.longer_seconds())
         if bound < self._seconds * (1 - SAME):
             self._climb()
         return self.only(self._best[2]), min(bound, self._seconds)
 
     def only(self, cuts: Cuts) -> list[StageChoice] | None:
         """These cuts, without a search."""
-        choices = [choice for choice in self._costs.together(runs_of(cuts, self._n)) if choice is not None]
-        return choices if len(choices) == self._stages else None
+        choices = self._costs.together(runs_of(cuts, self._n))
+        fitting = [choice for choice in choices if choice is not None]
+        if len(fitting) < self._stages:
+            return None
+        return fitting
 
     @property
     def _seconds(self) -> float:
@@ -81,18 +91,23 @@ class Search:
         choices = self._costs.together(runs)
         loads = [choice.load for choice in choices if choice is not None]
         misfits = len(choices) - len(loads)
-        seconds = math.inf if misfits else self._problem.simulator.step_seconds(loads)
+        seconds = math.inf
+        if not misfits:
+            seconds = self._problem.simulator.step_seconds(loads)
         # As much as so many at once, with what becomes of its runs.
         self._spent += _JUDGED + _AT_ONCE * self._actions
         self._judged.add(cuts)
+        # Misfits come first: a search among cuts that do not fit goes where fewer devices have too little memory.
         self._best = min(self._best, (misfits, seconds, cuts))
+        # A stage that shares its device has no costs of its own: they depend on the others there.
         if self._problem.stages_per_device == 1:
             for stage, (run, choice) in enumerate(zip(runs, choices, strict=True)):
                 self._bounds.learn(stage, *run, choice)
 
     def _judge_rising(self, cuts: Integers, least: Reals, *, once: bool = False) -> float:
         """Judge cuts that may be better by rising bound, if ``once`` until one is. Returns the others' least bound."""
-        order, before = np.argsort(least, kind="stable"), self._best
+        order = np.argsort(least, kind="stable")
+        before = self._best
         for start in range(0, len(order), _AT_ONCE):
             some = order[start : start + _AT_ONCE]
             if least[some[0]] >= self._seconds * (1 - SAME):
@@ -111,11 +126,14 @@ class Search:
 
     def _all(self) -> float:
         """Judge all cuts by rising bound, until no other one can be better; returns the least seconds of any."""
-        cuts = np.array([(0, *middle) for middle in combinations(range(1, self._n), self._stages - 1)])
+        stages_from_second = combinations(range(1, self._n), self._stages - 1)
+        cuts = np.array([(0, *firsts) for firsts in stages_from_second])
         least = self._bounds.step_seconds(cuts)
-        # Better shares of a device's memory may exist than those found.
-        shares = self._problem.stages_per_device > 1 and self._costs.recomputes
-        return min(self._judge_rising(cuts, least), float(least.min()) if shares else math.inf)
+        bound = self._judge_rising(cuts, least)
+        if self._problem.stages_per_device > 1 and self._costs.recomputes:
+            # Better shares of a device's memory may exist than those found, so judged cuts are not done with.
+            bound = min(bound, float(least.min()))
+        return bound
 
     def _candidates(self) -> float:
         """Judge cuts of the dynamic program, which learns from each; returns the least seconds of any cuts."""
@@ -125,36 +143,47 @@ class Search:
             cuts = least_bottleneck(through)
             if cuts is None:
                 return self._seconds
-            runs = enumerate(runs_of(cuts, self._n))
-            bound = float(max(through[stage, first, last - first] for stage, (first, last) in runs))
+            bound = 0.0
+            for stage, (first, last) in enumerate(runs_of(cuts, self._n)):
+                bound = max(bound, float(through[stage, first, last - first]))
             was_judged = cuts in self._judged
             self._judge(cuts)
+            # The same cuts again: nothing was learned that would lead elsewhere.
+            if was_judged:
+                break
             spent = number >= _CANDIDATES or self._work > _MOST_WORK // 2
-            if was_judged or (spent and self._seconds < math.inf):
+            if spent and self._seconds < math.inf:
                 break
         return max(bound, self._bounds.work_seconds())
 
     def _climb(self) -> None:
         """Move neighbouring cuts of the best ones, by long ways first, until no move helps."""
-        through, start = self._bounds.through(), None
+        through = self._bounds.through()
+        start = None
         while start != self._best:
             start = self._best
             for step in _powers(max(self._n // self._stages // 2, 1)):
                 for count in reversed(_powers(self._stages - 1)):
-                    before = None
-                    while before != self._best:
-                        before = self._best
-                        self._move(through, count, step)
+                    self._move_on(through, count, step)
+
+    def _move_on(self, through: Reals, count: int, step: int) -> None:
+        """Move so many cuts by a step as long as it helps."""
+        before = None
+        while before != self._best:
+            before = self._best
+            self._move(through, count, step)
 
     def _move(self, through: Reals, count: int, step: int) -> None:
         """Take the first better cuts where so many move by a step, the least bounds first; at the end fewer move."""
-        places = np.arange(1, self._stages)
-        moving = (places[:, None] <= np.arange(self._stages)) & (np.arange(self._stages) < places[:, None] + count)
-        moved = np.array(self._best[2]) + step * np.concatenate((moving, -moving.astype(np.int64)))
+        # A row for each first cut that moves, with so many behind it. The first stage begins the chain, and stays.
+        stages = np.arange(self._stages)
+        begin = np.arange(1, self._stages)[:, None]
+        moving = ((begin <= stages) & (stages < begin + count)).astype(np.int64)
+        moved = np.array(self._best[2]) + step * np.concatenate((moving, -moving))
         lengths = np.diff(moved, axis=1, append=self._n)
         possible = ((lengths > 0) & (lengths <= self._bounds.longest)).all(axis=1)
         moved, lengths = moved[possible], lengths[possible]
-        least = through[np.arange(self._stages), moved, lengths - 1].max(axis=1, initial=0.0)
+        least = through[stages, moved, lengths - 1].max(axis=1, initial=0.0)
         self._judge_rising(moved, least, once=True)
 
 

@@ -20,12 +20,15 @@ from lightning_rotor.pipeline.partition.run_costs import Costs, StageChoice
 from lightning_rotor.pipeline.partition.search import Search
 from lightning_rotor.pipeline.partition.seconds_bounds import impossible
 from lightning_rotor.pipeline.pipeline_simulator import PipelineSimulation, simulate_pipeline
+from lightning_rotor.pipeline.stage_loads import PipelineStageLoad
 from lightning_rotor.shown import cell, rendered
 from lightning_rotor.units import format_bytes, format_seconds, formatted_apart, is_positive_integer
 
-# Most runs of stages whose least memory is computed for an error.
+# Most runs of stages whose least memory is computed for an error: each is a search over budgets of its own, and
+# the user waits for nothing but a message.
 _MOST_ASKED = 400
-_MOST_NAMED = 12  # stages in a message
+# Most stages that a message names.
+_MOST_NAMED = 12
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Partition:
 
     problem: Problem
     choices: tuple[StageChoice, ...]
-    bound_seconds: float  # no other cuts are faster, each stage planned as well as the planner can
+    # No other cuts are faster, each stage planned as well as the planner can.
+    bound_seconds: float
 
     @property
     def balance(self) -> tuple[int, ...]:
@@ -44,23 +48,30 @@ class Partition:
     @cached_property
     def simulation(self) -> PipelineSimulation:
         """Simulated step: who works when, and what each device holds."""
+        devices = range(len(self.problem.devices))
         return simulate_pipeline(
             self.problem.order,
-            [choice.load for choice in self.choices],
+            self._loads(),
             micro_batches=self.problem.micro_batches,
-            lingering=list(map(self.problem.lingering, range(len(self.problem.devices)))),
+            lingering=[self.problem.lingering(device) for device in devices],
             results_bytes=self.problem.results_bytes,
         )
 
     @cached_property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.problem.simulator.step_seconds([choice.load for choice in self.choices])
+        # The simulator of times alone: ``simulation`` counts every device's bytes besides.
+        return self.problem.simulator.step_seconds(self._loads())
+
+    def _loads(self) -> list[PipelineStageLoad]:
+        return [choice.load for choice in self.choices]
 
     @property
     def gap(self) -> float:
         """Part of the step that other cuts might save; 0 if these are optimal."""
-        return max(1 - self.bound_seconds / self.seconds, 0.0) if self.seconds else 0.0
+        if not self.seconds:
+            return 0.0
+        return max(1 - self.bound_seconds / self.seconds, 0.0)
 
     @property
     def is_optimal(self) -> bool:
@@ -69,23 +80,31 @@ class Partition:
 
     def chain(self, stage: int) -> Chain:
         """Chain of a pipeline stage."""
-        return sub_chain(self.problem.chain, self.choices[stage].first, self.choices[stage].last)
+        choice = self.choices[stage]
+        return sub_chain(self.problem.chain, choice.first, choice.last)
 
     def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
         """The plan of a pipeline stage for a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
         choice = self.choices[stage]
-        plan = choice.last_plan if last_micro_batch and choice.last_plan is not None else choice.plan
-        # Alike runs share a plan, but not their stages' names.
+        plan = choice.plan
+        if last_micro_batch and choice.last_plan is not None:
+            plan = choice.last_plan
+        # Alike runs share a plan, but not their stages' names. A plan without an end has one stage fewer than names.
         names = [*self.chain(stage).names, END]
-        stages = tuple(replace(each, name=name) for each, name in zip(plan.chain, names, strict=False))
-        return replace(plan, chain=replace(plan.chain, stages=stages))
+        stages = []
+        for cost, name in zip(plan.chain, names, strict=False):
+            stages.append(replace(cost, name=name))
+        named_chain = replace(plan.chain, stages=tuple(stages))
+        return replace(plan, chain=named_chain)
 
     def __repr__(self) -> str:
         return f"<Partition of {self.summary()}>"
 
     def summary(self) -> str:
         """The partition on one line."""
-        proof = "optimal" if self.is_optimal else f"within {self.gap:.1%} of the best"
+        proof = f"within {self.gap:.1%} of the best"
+        if self.is_optimal:
+            proof = "optimal"
         problem, step = self.problem, self.simulation
         return (
             f"balance {list(self.balance)} on {len(problem.devices)} devices, {problem.schedule} with "
@@ -94,29 +113,55 @@ class Partition:
         )
 
     def __rich__(self) -> Table:
-        table = Table(title=self.summary(), box=box.SIMPLE_HEAD, title_justify="left", title_style="")
-        columns = "stage, device, model, in flight, forward, backward, recomputed, held each, device peak"
-        for name in columns.split(", "):
-            table.add_column(name, justify="left" if name == "model" else "right")
-        peaks, devices = self.simulation.peak_bytes, len(self.problem.devices)
+        table = Table(
+            title=self.summary(),
+            box=box.SIMPLE_HEAD,
+            title_justify="left",
+            title_style="",
+        )
+        for column in _COLUMNS:
+            table.add_column(column, justify="left" if column == "model" else "right")
+        devices = len(self.problem.devices)
         for stage, choice in enumerate(self.choices):
-            load, names = choice.load.micro_batch, self.problem.chain.names
-            ends = [names[choice.first], names[choice.last]]
+            load = choice.load.micro_batch
+            # A device has one peak for all its stages: it stands in the row of the first.
+            device_peak = ""
+            if stage < devices:
+                device_peak = format_bytes(self.simulation.peak_bytes[stage])
             table.add_row(
                 str(stage),
                 str(stage % devices),
-                cell(f"{len(self.chain(stage))}: {' … '.join(dict.fromkeys(ends))}"),
+                cell(self._ends_shown(choice)),
                 str(self.problem.in_flight[stage]),
                 format_seconds(load.forward_seconds),
                 format_seconds(load.backward_seconds),
                 format_seconds(load.recompute_seconds),
                 format_bytes(load.held_bytes),
-                format_bytes(peaks[stage % devices]) if stage < devices else "",
+                device_peak,
             )
         return table
 
+    def _ends_shown(self, choice: StageChoice) -> str:
+        """Number of stages of a run and the names of its first and last one, or the name of the only one."""
+        names = self.problem.chain.names
+        ends = dict.fromkeys((names[choice.first], names[choice.last]))
+        return f"{choice.last + 1 - choice.first}: {' … '.join(ends)}"
+
     def __str__(self) -> str:
         return rendered(self, width=120)
+
+
+_COLUMNS = (
+    "stage",
+    "device",
+    "model",
+    "in flight",
+    "forward",
+    "backward",
+    "recomputed",
+    "held each",
+    "device peak",
+)
 
 
 class PartitionError(PipelineError):
@@ -155,79 +200,128 @@ def partition(
     """
     if not isinstance(devices, int) and memory_bytes is not None:
         raise PipelineError("memory_bytes goes with a number of devices: expected memory_bytes in each PipelineDevice")
-    all_devices = (PipelineDevice(memory_bytes),) * devices if isinstance(devices, int) else tuple(devices)
+    if isinstance(devices, int):
+        all_devices = (PipelineDevice(memory_bytes),) * devices
+    else:
+        all_devices = tuple(devices)
     problem = Problem(chain, all_devices, micro_batches, state_bytes=tuple(state_bytes), **options)
     costs = Costs(problem)
     search = Search(costs)
-    by_hand: Cuts = () if balance == "auto" else cuts_of(check_balance(balance, chain.names, problem.stages))
-    choices, bound_seconds = (None, 0.0) if by_hand else search.run()
-    if choices is None:
-        cuts = by_hand or _least_memory_cuts(costs)
+    # Cuts given by hand are not compared with others, so nothing is proven of them.
+    bound_seconds = 0.0
+    if balance != "auto":
+        cuts = cuts_of(check_balance(balance, chain.names, problem.stages))
         choices = search.only(cuts)
         if choices is None:
-            raise _refusal(costs, cuts, f"balance={list(balance)} does not fit" if by_hand else "no partition fits")
+            raise _refusal(costs, cuts, f"balance={list(balance)} does not fit")
+        return Partition(problem, tuple(choices), bound_seconds)
+
+    choices, bound_seconds = search.run()
+    if choices is None:
+        # The search goes for seconds, and may have missed the few cuts that fit.
+        cuts = _least_memory_cuts(costs)
+        choices = search.only(cuts)
+        if choices is None:
+            raise _refusal(costs, cuts, "no partition fits")
     return Partition(problem, tuple(choices), bound_seconds)
 
 
 def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     """Error with the least memory per device, and who has less, as if its stages' peaks coincided."""
-    problem, runs = costs.problem, runs_of(cuts, len(costs.problem.chain))
-    stages = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
-    needs = [sum(stages[device :: len(problem.devices)]) for device in range(len(problem.devices))]
-    memories = [device.memory_bytes for device in problem.devices]
-    short = [place for place, has in enumerate(memories) if has is not None and has < needs[place]]
-    device = short[0] if short else needs.index(max(needs))
-    has, needed = formatted_apart(memories[device] or 0, max(needs))
-    static = sum(problem.state_bytes) + sum(int(costs.gradient_bytes(*run)) for run in runs)
-    least = "at least" if problem.stages_per_device == 1 else "about"
+    problem = costs.problem
+    devices = len(problem.devices)
+    runs = runs_of(cuts, len(problem.chain))
+    stage_needs = [costs.least_bytes(stage, *run) for stage, run in enumerate(runs)]
+    # Stage s is on device s % D. Peaks of stages on one device need not coincide, so their sum is a bound from above.
+    device_needs = [sum(stage_needs[device::devices]) for device in range(devices)]
+    needed_bytes = max(device_needs)
+    device = _first_short_device(problem, device_needs)
+    has, needed = formatted_apart(problem.devices[device].memory_bytes or 0, needed_bytes)
+
+    static_bytes = sum(problem.state_bytes)
+    for run in runs:
+        static_bytes += int(costs.gradient_bytes(*run))
+    least = "about"
+    if problem.stages_per_device == 1:
+        least = "at least"
     remedies = "use more devices or smaller micro-batches"
-    remedies += "" if problem.recompute == "rotor" else ', or recompute="rotor"'
-    remedies += "" if what.startswith("no ") else ', or balance="auto"'
+    if problem.recompute != "rotor":
+        remedies += ', or recompute="rotor"'
+    if not what.startswith("no "):
+        remedies += ', or balance="auto"'
     return PartitionError(
-        f"{what} {len(problem.devices)} devices: device {device} has {has}, expected {least} {needed} per device for "
+        f"{what} {devices} devices: device {device} has {has}, expected {least} {needed} per device for "
         f"{problem.micro_batches} micro-batches under {problem.schedule!r} with recompute={problem.recompute!r} "
-        f"(weights, optimizer state and gradients take {format_bytes(static)} in all): {remedies}",
-        max(needs),
+        f"(weights, optimizer state and gradients take {format_bytes(static_bytes)} in all): {remedies}",
+        needed_bytes,
         device,
     )
 
 
+def _first_short_device(problem: Problem, needs: Sequence[int]) -> int:
+    """The first device with less memory than it needs; if each has enough by itself, the one that needs most."""
+    for number, (device, need) in enumerate(zip(problem.devices, needs, strict=True)):
+        if device.memory_bytes is not None and device.memory_bytes < need:
+            return number
+    return needs.index(max(needs))
+
+
 def _least_memory_cuts(costs: Costs) -> Cuts:
-    """Cuts whose largest memory is least, or the best found before patience ended; bounds save most plans of runs."""
-    problem, n, stages = costs.problem, len(costs.problem.chain), costs.problem.stages
+    """Cuts whose largest memory is least, or the best ones seen before patience ended.
+
+    The least memory of a run is a search over its plans, and there are n² runs. So each run has a bound from below
+    first, cuts are made by bounds, and only runs of the best cuts are asked. When none is left to ask, these are best.
+    """
+    problem = costs.problem
+    n, stages = len(problem.chain), problem.stages
     first = np.arange(n)[:, None]
-    last = first + np.arange(min(n - stages + 1, 4 * math.ceil(n / stages) + 4))
-    ends = np.minimum(last, n - 1)
-    outputs = np.array([stage.output_bytes for stage in problem.chain])[ends]
-    every, in_flight = (np.array(each)[:, None, None] for each in (range(stages), problem.in_flight))
-    bounds = costs.fixed_bytes(first, ends) + (in_flight * outputs).astype(float)
-    bounds[impossible(problem, every, first, last)] = math.inf
+    # Runs of several times the even length are hardly those of least memory, and the table grows with the length.
+    longest = min(n - stages + 1, 4 * math.ceil(n / stages) + 4)
+    last = first + np.arange(longest)
+    last_inside = np.minimum(last, n - 1)
+    outputs = np.array([stage.output_bytes for stage in problem.chain])[last_inside]
+    in_flight = np.array(problem.in_flight)[:, None, None]
+    pipeline_stage = np.arange(stages)[:, None, None]
+    # Every micro-batch in flight holds its output at least.
+    bounds = costs.fixed_bytes(first, last_inside) + (in_flight * outputs).astype(float)
+    bounds[impossible(problem, pipeline_stage, first, last)] = math.inf
+
     asked: set[tuple[int, int, int]] = set()
     best: tuple[float, Cuts] = math.inf, ()
     while True:
         cuts = least_bottleneck(bounds)
         assert cuts is not None, "every run can have the memory that it needs"
-        runs = [(stage, *run) for stage, run in enumerate(runs_of(cuts, n))]
-        for stage, begin, end in set(runs) - asked:
+        runs = {(stage, *run) for stage, run in enumerate(runs_of(cuts, n))}
+        for stage, begin, end in runs - asked:
             bounds[stage, begin, end - begin] = costs.least_bytes(stage, begin, end)
-        best = min(best, (max(bounds[stage, begin, end - begin] for stage, begin, end in runs), cuts))
-        if asked >= set(runs) or len(asked) > _MOST_ASKED:
+        largest = max(bounds[stage, begin, end - begin] for stage, begin, end in runs)
+        best = min(best, (largest, cuts))
+        if asked >= runs or len(asked) > _MOST_ASKED:
             return best[1]
-        asked |= set(runs)
+        asked |= runs
 
 
 def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int) -> tuple[int, ...]:
     """A balance given by hand, checked for stages of these names and so many parts."""
-    stages, even = len(names), even_balance(len(names), parts)
+    stages = len(names)
+    even = even_balance(stages, parts)
     if isinstance(balance, str):
         raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
-    if not all(map(is_positive_integer, balance)) or len(balance) != parts or sum(balance) != stages:
-        listed = ", ".join([*names[:_MOST_NAMED], *(("…", names[-1]) if stages > _MOST_NAMED else ())])
+    are_numbers = all(map(is_positive_integer, balance))
+    if not are_numbers or len(balance) != parts or sum(balance) != stages:
         raise PipelineError(
             f"balance={list(balance)} does not share out the model's {stages} stages: expected {parts} positive "
-            f"integers that add up to {stages}, such as balance={even}. Its stages are {listed}"
+            f"integers that add up to {stages}, such as balance={even}. Its stages are {_listed(names)}"
         )
     return tuple(balance)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names for a message: the first of them, and the last one if there are more."""
+    shown = list(names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        shown += ["…", names[-1]]
+    return ", ".join(shown)
 
 
 def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str], parts: int) -> list[int]:
@@ -238,22 +332,33 @@ def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Se
     if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
         return list(balance)
     if len(balance) != parts and len(names) != len(children):
-        listed = ", ".join([*children[:_MOST_NAMED], *(("…", children[-1]) if len(children) > _MOST_NAMED else ())])
-        example = f", such as balance={even_balance(len(children), parts)}" if parts <= len(children) else ""
+        example = ""
+        if parts <= len(children):
+            example = f", such as balance={even_balance(len(children), parts)}"
         raise PipelineError(
             f"balance={list(balance)} is for {len(balance)} pipeline stages, and there are {parts}: expected {parts} "
-            f"positive integers that add up to the model's {len(children)} children{example}. They are {listed}"
+            f"positive integers that add up to the model's {len(children)} children{example}. They are "
+            f"{_listed(children)}"
         )
-    place = {child: number for number, child in enumerate(children)}
-    firsts = [place[name.partition(" … ")[0].partition(".")[0]] for name in names]
-    lasts = [place[name.rpartition(" … ")[2].partition(".")[0]] for name in names]
+    place_of = {child: place for place, child in enumerate(children)}
+    # A stage that was fused is named "2 … 4", and one inside of a nested container "2.0.1".
+    firsts = []
+    lasts = []
+    for name in names:
+        first_name = name.partition(" … ")[0]
+        last_name = name.rpartition(" … ")[2]
+        firsts.append(place_of[first_name.partition(".")[0]])
+        lasts.append(place_of[last_name.partition(".")[0]])
+
+    # By part, the number of stages that end before its cut.
     ends = []
     for cut in accumulate(balance):
         ends.append(sum(last < cut for last in lasts))
-        straddling = [name for name, first, last in zip(names, firsts, lasts, strict=True) if first < cut <= last]
-        if straddling:
-            raise PipelineError(
-                f"balance={list(balance)} cuts between the children {children[cut - 1]!r} and {children[cut]!r}, which "
-                f"run as one stage, {straddling[0]!r}: expected a cut elsewhere"
-            )
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        for name, first, last in zip(names, firsts, lasts, strict=True):
+            if first < cut <= last:
+                raise PipelineError(
+                    f"balance={list(balance)} cuts between the children {children[cut - 1]!r} and {children[cut]!r}, "
+                    f"which run as one stage, {name!r}: expected a cut elsewhere"
+                )
+    starts = [0, *ends[:-1]]
+    return [end - start for start, end in zip(starts, ends, strict=True)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from lightning_rotor.capture.names_of_stages import StageNames
 from lightning_rotor.capture.node_facts import SIZE, name_of
-from lightning_rotor.capture.stage_names import StageNames
 
 
 def body_of(*operations: tuple[str, object, str]) -> list[fx.Node]:

@@ -36,18 +36,28 @@ class StageNames:
         """Name of the module that all of it is, or of the first and the last."""
         name = self._describe(nodes)
         self._taken[name] += 1
-        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
+        if self._taken[name] == 1:
+            return name
+        return f"{name} ({self._taken[name]})"
 
     def _describe(self, nodes: Sequence[fx.Node]) -> str:
-        users = [node for node in nodes if SIZE not in node.meta and node.target not in _OURS]
-        telling = [node for node in users if node.op == "call_module" or name_of(node) not in _VIEWS]
+        users = []
+        for node in nodes:
+            if SIZE not in node.meta and node.target not in _OURS:
+                users.append(node)
+        telling = []
+        for node in users:
+            if node.op == "call_module" or name_of(node) not in _VIEWS:
+                telling.append(node)
         # A stage of views alone has their name.
         working = telling or users or list(nodes)
         module = _module_around(working)
         operations_here = sum(module in _paths_around(node) for node in nodes)
+        # A module that is cut into several stages would give its name to each of them.
         if module and self._inside[module] == operations_here:
             return module
-        first, last = _label(working[0]), _label(working[-1])
+        first = _label(working[0])
+        last = _label(working[-1])
         return first if first == last else f"{first} … {last}"
 
 

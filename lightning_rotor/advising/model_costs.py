@@ -1,0 +1,253 @@
+"""A model's costs from shapes alone, for batches of any size, and what training it holds.
+
+Chains are estimated at two batch sizes, the smaller being what a device gets where all share the batch. Other sizes
+follow from the two (``planned.batch_sizes.AffineCosts``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from lightning_rotor.advising.blocks import Blocks, blocks_of, by_unit, unit_of_each
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import AdviceError
+from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.memory.resident_memory import ResidentMemory
+from lightning_rotor.pipeline.placement import tensors_of
+from lightning_rotor.planned.batch_sizes import AffineCosts
+from lightning_rotor.profiling.accelerators import Accelerator
+from lightning_rotor.profiling.chain_profile import Profile
+from lightning_rotor.profiling.chain_profiler import Progress
+from lightning_rotor.profiling.estimates import estimate_profiles
+from lightning_rotor.profiling.input_spec import InputSpec
+from lightning_rotor.profiling.models_without_memory import build_on_meta
+from lightning_rotor.stages.sequential import Stage
+
+MakeOptimizers = Callable[[nn.Module], Sequence[torch.optim.Optimizer]]
+_TYPES = {"bf16": torch.bfloat16, "16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A type for all of the model in the place of float32, or for autocast; both None for 32 bit."""
+
+    floating: torch.dtype | None = None
+    mixed: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, name: str) -> Precision:
+        """A precision as Lightning names it."""
+        bits, _, kind = name.partition("-")
+        if name == "32-true":
+            return cls()
+        if bits not in _TYPES or kind not in ("true", "mixed"):
+            raise AdviceError(
+                f"precision {name!r} is unknown: expected 32-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
+            )
+        return cls(_TYPES[bits], None) if kind == "true" else cls(None, _TYPES[bits])
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadParameters:
+    """Parameters that ``fully_shard`` spreads together: of each its rows, the bytes of a row, and if it learns."""
+
+    parameters: tuple[tuple[int, int, bool], ...]
+
+    @classmethod
+    def of(cls, parameters: Sequence[torch.Tensor]) -> SpreadParameters:
+        """Of some tensors."""
+        listed = []
+        for parameter in parameters:
+            rows = parameter.shape[0] if parameter.dim() else 1
+            listed.append((rows, parameter.nbytes // max(rows, 1), parameter.requires_grad))
+        return cls(tuple(listed))
+
+    def shard_bytes(self, processes: int, *, learning: bool = False) -> int:
+        """Bytes of one process's part, of what learns alone if asked. All parts are padded to the largest."""
+        size_bytes = 0
+        for rows, row_bytes, learns in self.parameters:
+            if learns or not learning:
+                size_bytes += -(-rows // processes) * row_bytes
+        return size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageTensors:
+    """Tensors of a chain's stages.
+
+    Attributes:
+        held_bytes: By stage, parameters and buffers.
+        learning_bytes: By stage, parameters that learn.
+        outside_bytes: Parameters and buffers that no stage has.
+        tied: Stages by parameter, of parameters that several stages use.
+    """
+
+    held_bytes: tuple[int, ...]
+    learning_bytes: tuple[int, ...]
+    outside_bytes: int
+    tied: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, stages: Sequence[Stage]) -> StageTensors:
+        """Of a model that was cut into stages."""
+        tensors = [tensors_of(stage) for stage in stages]
+        in_stages = {id(tensor) for held in tensors for tensor in held}
+        around = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in in_stages]
+        users: dict[int, list[int]] = {}
+        for number, stage in enumerate(stages):
+            for parameter in stage.parameters():
+                users.setdefault(id(parameter), []).append(number)
+        return cls(
+            tuple(map(storage_bytes, tensors)),
+            tuple(storage_bytes(stage.learning()) for stage in stages),
+            storage_bytes(around),
+            tuple({tuple(numbers): None for numbers in users.values() if len(numbers) > 1}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The model in units of FSDP2.
+
+    Attributes:
+        containers: Names of the modules whose members are units.
+        units: Parameters of each unit, and last those of the rest of the model.
+        costs: Of the chain in which each unit is one stage.
+        unit_of_stage: For each stage of that chain, the number of its unit, or None for the rest of the model.
+        tensors: Of the stages of that chain.
+    """
+
+    containers: tuple[str, ...]
+    units: tuple[SpreadParameters, ...]
+    costs: AffineCosts
+    unit_of_stage: tuple[int | None, ...]
+    tensors: StageTensors
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCosts:
+    """Costs of training a model.
+
+    Attributes:
+        costs: Of the chain, its stages as fine as they are cut.
+        tensors: Of its stages.
+        resident: What training holds beside a chain, with a batch of the larger estimated size.
+        sharding: Its units; None where the model has no blocks.
+        is_sequential: It is an ``nn.Sequential``, and not recorded.
+    """
+
+    costs: AffineCosts
+    tensors: StageTensors
+    resident: ResidentMemory
+    sharding: Sharding | None
+    is_sequential: bool
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the gradients of all that learns."""
+        return self.resident.chain_gradient_bytes + self.resident.outside_gradient_bytes
+
+    @property
+    def state_scale(self) -> float:
+        """Bytes of optimizer state for each byte that learns."""
+        return self.resident.optimizer_bytes / max(self.trained_bytes, 1)
+
+    @property
+    def temporary_scale(self) -> float:
+        """Bytes that an optimizer's step takes for each byte that learns."""
+        return (self.resident.temporary_bytes or 0) / max(self.trained_bytes, 1)
+
+    def resident_at(self, batch_size: int) -> ResidentMemory:
+        """What training holds beside a chain for a batch size."""
+        batch_bytes = -(-self.resident.batch_bytes * batch_size // self.costs.sizes[1])
+        return replace(self.resident, batch_bytes=batch_bytes)
+
+
+def model_costs(
+    make_model: Callable[[], nn.Module],
+    inputs: Sequence[InputSpec],
+    make_optimizers: MakeOptimizers,
+    accelerator: Accelerator,
+    precision: Precision,
+    *,
+    batch_size: int,
+    like: Literal["cpu", "cuda"] = "cuda",
+    progress: Progress | None = None,
+) -> ModelCosts:
+    """Costs of a model at ``batch_size`` samples and at twice as many, and so at all sizes.
+
+    ``like`` decides on operators and allocator, see :func:`.estimate_profile`.
+    """
+    # Code may drop a dimension of one sample that others have.
+    small = max(2, batch_size)
+    sizes = small, 2 * small
+    resident = _resident(make_model, [_of_size(spec, sizes[1]) for spec in inputs], make_optimizers, precision, like)
+    found: list[list[Profile]] = []
+    for size in sizes:
+        model = _built(make_model, precision)
+        blocks = blocks_of(model)
+        ways: list[Callable[[Sequence[Stage]], Sequence[Stage]]] = [tuple]
+        if blocks is not None:
+            ways.append(by_unit(blocks))
+        specs = [_of_size(spec, size) for spec in inputs]
+        types = {"autocast": precision.mixed, "floating": precision.floating}
+        found.append(estimate_profiles(model, specs, accelerator, ways, like=like, progress=progress, **types))
+    # The last model's tensors are those of the last profiles.
+    sharding = None
+    if blocks is not None:
+        sharding = _sharding(model, blocks, found[1][1].stages, AffineCosts(sizes, _chains(found, 1)))
+    return ModelCosts(
+        costs=AffineCosts(sizes, _chains(found, 0)),
+        tensors=StageTensors.of(model, found[1][0].stages),
+        resident=resident,
+        sharding=sharding,
+        is_sequential=isinstance(model, nn.Sequential),
+    )
+
+
+def _chains(found: Sequence[Sequence[Profile]], way: int) -> tuple[Chain, Chain]:
+    return found[0][way].chain, found[1][way].chain
+
+
+def _built(make_model: Callable[[], nn.Module], precision: Precision) -> nn.Module:
+    model = build_on_meta(make_model)
+    return model if precision.floating is None else model.to(precision.floating)
+
+
+def _of_size(spec: InputSpec, batch_size: int) -> InputSpec:
+    return replace(spec, shape=(batch_size, *spec.shape[1:])) if spec.shape else spec
+
+
+def _resident(
+    make_model: Callable[[], nn.Module],
+    inputs: Sequence[InputSpec],
+    make_optimizers: MakeOptimizers,
+    precision: Precision,
+    like: str,
+) -> ResidentMemory:
+    """What training holds beside a chain, with the optimizers' way of stepping on the device."""
+    model, device = _built(make_model, precision), torch.device("meta")
+    optimizers = list(make_optimizers(model))
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        # torch's default on GPUs, which it cannot tell from tensors without a device.
+        if like == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    batch = [spec.make(device, floating=precision.floating) for spec in inputs]
+    return ResidentMemory.of(model, model, optimizers, batch, device)
+
+
+def _sharding(model: nn.Module, blocks: Blocks, stages: Sequence[Stage], costs: AffineCosts) -> Sharding:
+    units = []
+    spread: set[int] = set()
+    for module in blocks.modules:
+        parameters = [parameter for parameter in module.parameters() if id(parameter) not in spread]
+        spread.update(map(id, parameters))
+        units.append(SpreadParameters.of(parameters))
+    units.append(SpreadParameters.of([each for each in model.parameters() if id(each) not in spread]))
+    unit_of_stage = tuple(unit_of_each(stages, blocks))
+    return Sharding(blocks.containers, tuple(units), costs, unit_of_stage, StageTensors.of(model, stages))

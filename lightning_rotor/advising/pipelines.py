@@ -1,0 +1,177 @@
+"""Ways to train in which stages of the model are on different devices: pipelines, and copies of them.
+
+Cuts, plans and bytes are ``pipeline.partition``'s, as ``RotorPipelineStrategy`` finds them on the devices. Copies add
+up their gradients when their batches are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from lightning_rotor.advising.choice import Choice, StepSeconds
+from lightning_rotor.advising.model_costs import StageTensors
+from lightning_rotor.advising.python_lines import pipeline_lines
+from lightning_rotor.advising.task import Task
+from lightning_rotor.pipeline.partition import Partition, PartitionError, partition
+from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.planned.batch_sizes import AffineCosts
+from lightning_rotor.private.torch_names import sent_outputs_linger
+
+# Stages of a chain that is cut as it is. A longer one is cut between its units alone, or each plan takes a minute.
+_FINE = 64
+# Micro-batches for each device of a pipeline: more make the bubble smaller, and each of them slower.
+_ROUNDS = (1, 2, 4, 8)
+_SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+
+
+def pipelines(task: Task) -> list[Choice]:
+    """The fastest number of micro-batches that fits, of each schedule over each number of devices."""
+    found = []
+    for stages in _numbers_of_stages(task):
+        for schedule in _SCHEDULES:
+            fastest = _fastest(task, stages, schedule)
+            if fastest is not None:
+                found.append(fastest)
+    return found
+
+
+def _fastest(task: Task, stages: int, schedule: PipelineScheduleName) -> Choice | None:
+    fastest: Choice | None = None
+    # Small micro-batches first: they are planned at once, and make the bubble small.
+    for micro_batches in reversed(_micro_batches(task, stages)):
+        choice = _choice(task, stages, schedule, micro_batches)
+        if fastest is not None and (choice is None or choice.seconds.total > fastest.seconds.total):
+            break
+        fastest = choice or fastest
+    return fastest
+
+
+def _chain_and_tensors(task: Task) -> tuple[AffineCosts, StageTensors]:
+    costs = task.costs
+    if len(costs.tensors.held_bytes) > _FINE and costs.sharding is not None:
+        return costs.sharding.costs, costs.sharding.tensors
+    return costs.costs, costs.tensors
+
+
+def objection(task: Task) -> str:
+    """The reason for which ``RotorPipelineStrategy`` refuses the model; empty if none is known."""
+    if task.cluster.size == 1:
+        return "there is one device"
+    if task.precision.endswith("-mixed") and not task.costs.is_sequential:
+        return "pipelines of a recorded module do not run under autocast: with precision bf16-true they would"
+    if not list(_numbers_of_stages(task)):
+        return "no number of devices divides both the cluster and the batch, with a stage of the model for each"
+    return ""
+
+
+def _numbers_of_stages(task: Task) -> Iterator[int]:
+    """Devices of a pipeline: divisors of all, for which the chain has stages, and the batch samples."""
+    _, tensors = _chain_and_tensors(task)
+    for stages in range(2, task.cluster.size + 1):
+        samples = task.divided(task.cluster.size // stages)
+        if task.cluster.size % stages == 0 and stages <= len(tensors.held_bytes) and samples:
+            yield stages
+
+
+def _micro_batches(task: Task, stages: int) -> list[int]:
+    """Numbers of micro-batches that divide a copy's batch."""
+    samples = task.divided(task.cluster.size // stages) or 0
+    numbers = [rounds * stages for rounds in _ROUNDS if samples % (rounds * stages) == 0]
+    # Too few samples for one of each device.
+    return numbers or ([samples] if samples > 1 else [])
+
+
+def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batches: int) -> Choice | None:
+    """A pipeline over so many devices, as often as there are devices for it; None if it does not fit."""
+    costs, cluster = task.costs, task.cluster
+    copies = cluster.size // stages
+    samples = task.divided(copies)
+    assert samples is not None
+    stages_per_device = 2 if schedule == "interleaved" else 1
+    of_sizes, tensors = _chain_and_tensors(task)
+    if stages * stages_per_device > len(tensors.held_bytes):
+        return None
+    chain = of_sizes.at(samples // micro_batches)
+    state_bytes = []
+    for held, learning in zip(tensors.held_bytes, tensors.learning_bytes, strict=True):
+        state_bytes.append(held + round(costs.state_scale * learning))
+    # What is outside of the stages, and the whole batch, are on every device.
+    around_bytes = tensors.outside_bytes + costs.resident_at(samples).batch_bytes
+    if around_bytes >= task.limit_bytes:
+        return None
+    try:
+        cut = partition(
+            chain,
+            stages,
+            micro_batches=micro_batches,
+            memory_bytes=task.limit_bytes - around_bytes,
+            schedule=schedule,
+            stages_per_device=stages_per_device,
+            state_bytes=state_bytes,
+            link=cluster.between_neighbours(stages),
+            outputs_linger=sent_outputs_linger(),
+        )
+    except PartitionError:
+        return None
+    if _divides_tied(cut, tensors.tied):
+        return None
+    learning_bytes = _by_device(cut, tensors.learning_bytes)
+    final_bytes = around_bytes
+    states = zip(_by_device(cut, state_bytes), learning_bytes, strict=True)
+    final_bytes += max(state + learning + round(costs.temporary_scale * learning) for state, learning in states)
+    peak_bytes = max(around_bytes + max(cut.simulation.peak_bytes), final_bytes)
+    if peak_bytes > task.limit_bytes:
+        return None
+    sums_seconds = cluster.sum_seconds(max(learning_bytes), copies, apart=stages)
+    again = sum(len(choice.plan.schedule.recomputed) for choice in cut.choices)
+    return Choice(
+        kind="pipeline",
+        devices=cluster.size,
+        copies=copies,
+        stages=stages,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        batch_per_device=samples,
+        peak_bytes=peak_bytes,
+        seconds=_seconds(cut, sums_seconds, task.optimizer_seconds(max(learning_bytes))),
+        recomputed=again,
+        chain_length=len(chain),
+        lines=pipeline_lines(task, stages, schedule, micro_batches),
+    )
+
+
+def _seconds(cut: Partition, sums_seconds: float, optimizer_seconds: float) -> StepSeconds:
+    """Seconds of a step: what devices compute on average, and the rest of it, in which they wait for one another."""
+    events = [event for device in cut.simulation.events for event in device]
+    devices = len(cut.simulation.events)
+    busy = sum(event.end_seconds - event.start_seconds for event in events) / devices
+    again = sum(event.recompute_seconds for event in events) / devices
+    return StepSeconds(
+        compute=busy - again + optimizer_seconds,
+        recomputation=again,
+        link=sums_seconds,
+        bubble=cut.seconds - busy,
+    )
+
+
+def _by_device(cut: Partition, of_stages: list[int] | tuple[int, ...]) -> list[int]:
+    """Sums over the chain's stages on each device."""
+    before = [0, *accumulate(of_stages)]
+    devices = len(cut.problem.devices)
+    sums = [0] * devices
+    for number, choice in enumerate(cut.choices):
+        sums[number % devices] += before[choice.last + 1] - before[choice.first]
+    return sums
+
+
+def _divides_tied(cut: Partition, tied: tuple[tuple[int, ...], ...]) -> bool:
+    """True if stages that use one parameter are on different devices' parts, which is refused."""
+    for numbers in tied:
+        parts = set()
+        for part, choice in enumerate(cut.choices):
+            if any(choice.first <= number <= choice.last for number in numbers):
+                parts.add(part)
+        if len(parts) > 1:
+            return True
+    return False

@@ -1,0 +1,65 @@
+"""Lines of Python that run a way to train; ``Model`` stands for the user's LightningModule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_rotor.advising.task import Task
+
+
+def one_device_lines(task: Task, accumulated: int) -> str:
+    """Of a Trainer on one device."""
+    return _trainer(task, "devices=1", accumulated=accumulated)
+
+
+def ddp_lines(task: Task, accumulated: int) -> str:
+    """Of a Trainer under DDP."""
+    return _trainer(task, 'strategy="ddp"', _devices(task), accumulated=accumulated)
+
+
+def fsdp_lines(task: Task, containers: Sequence[str], *, reshard: bool) -> str:
+    """Of a LightningModule that spreads its blocks, and its Trainer."""
+    loops = []
+    for container in containers:
+        loops.append(
+            f"        for block in self.model.{container}:" if container else "        for block in self.model:"
+        )
+        loops.append(f"            fully_shard(block, mesh=mesh, reshard_after_forward={reshard})")
+    return "\n".join(
+        [
+            "class Sharded(Model):  # self.model is what --model makes",
+            "    def configure_model(self):",
+            '        mesh = self.device_mesh["data_parallel"]',
+            *loops,
+            "        fully_shard(self, mesh=mesh)",
+            "",
+            _trainer(
+                task,
+                f"strategy=ModelParallelStrategy(data_parallel_size={task.cluster.size}, tensor_parallel_size=1)",
+                _devices(task),
+            ),
+        ]
+    )
+
+
+def pipeline_lines(task: Task, stages: int, schedule: str, micro_batches: int) -> str:
+    """Of a Trainer with a pipeline."""
+    strategy = (
+        f'strategy=RotorPipelineStrategy("model", micro_batches={micro_batches}, schedule="{schedule}", '
+        f'pipeline_stages={stages}, mem_limit="{task.limit_text}")'
+    )
+    return _trainer(task, strategy, _devices(task), plans=False)
+
+
+def _devices(task: Task) -> str:
+    nodes = f", num_nodes={task.cluster.nodes}" if task.cluster.nodes > 1 else ""
+    return f"devices={task.cluster.devices}{nodes}"
+
+
+def _trainer(task: Task, *arguments: str, accumulated: int = 1, plans: bool = True) -> str:
+    listed = [*arguments, f'precision="{task.precision}"']
+    if accumulated > 1:
+        listed.append(f"accumulate_grad_batches={accumulated}")
+    if plans:
+        listed.append(f'callbacks=[RotorCallback("{task.limit_text}")]')
+    return f"trainer = L.Trainer({', '.join(listed)})"

@@ -1,0 +1,129 @@
+"""Ways to train in which the parameters are spread over all devices: FSDP2, with units for the model's blocks.
+
+Each unit is one stage of the chain. The planner gives a schedule for what is left of the limit beside the messages, and
+``sharded_step`` says what the step takes with them; the difference goes to the next plan.
+"""
+
+from __future__ import annotations
+
+from lightning_rotor.advising.choice import Choice, StepSeconds
+from lightning_rotor.advising.model_costs import Sharding, SpreadParameters
+from lightning_rotor.advising.python_lines import fsdp_lines
+from lightning_rotor.advising.sharded_step import ShardedStep, sharded_step
+from lightning_rotor.advising.task import Task
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning import plan
+from lightning_rotor.private.sharding import UnitSizes
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import Simulation, simulate
+
+# Plans, each of which knows the messages of the one before.
+_TRIES = 4
+# Resolution of the planner.
+_SLOTS = 250
+
+
+def sharded_models(task: Task) -> list[Choice]:
+    """FSDP2 over all devices, with and without resharding, where that fits."""
+    sharding, samples = task.costs.sharding, task.divided(task.cluster.size)
+    if sharding is None or samples is None or task.cluster.size == 1:
+        return []
+    chain = sharding.costs.at(samples)
+    found = []
+    for reshard in (True, False):
+        choice = Spread(task, sharding, chain, samples, reshard=reshard).fastest()
+        if choice is not None:
+            found.append(choice)
+    return found
+
+
+class Spread:
+    """FSDP2 over all devices of a task."""
+
+    def __init__(self, task: Task, sharding: Sharding, chain: Chain, samples: int, *, reshard: bool) -> None:
+        self._task, self._sharding, self._chain = task, sharding, chain
+        self._samples, self._reshard = samples, reshard
+        self._processes = task.cluster.size
+        self._sizes = [unit_sizes(unit, self._processes) for unit in sharding.units]
+        shard_bytes = sum(unit.shard_bytes(self._processes) for unit in sharding.units)
+        self.shard_gradient_bytes = sum(sizes.shard_bytes for sizes in self._sizes)
+        resident = task.costs.resident_at(samples)
+        state_bytes = round(self.shard_gradient_bytes * task.costs.state_scale)
+        self._held_bytes = shard_bytes + state_bytes + resident.buffer_bytes + resident.batch_bytes
+        self._final_bytes = self._held_bytes + self.shard_gradient_bytes
+        self._final_bytes += round(self.shard_gradient_bytes * task.costs.temporary_scale)
+
+    def fastest(self) -> Choice | None:
+        """The fastest schedule found under which the step with its messages keeps the limit; None if there is none."""
+        limit_bytes = self._task.limit_bytes
+        simulation = self._simulated(Schedule.keep_all(len(self._chain)))
+        found: Choice | None = None
+        for _ in range(_TRIES):
+            choice = self.choice(simulation)
+            if choice.peak_bytes <= limit_bytes and (found is None or choice.seconds.total < found.seconds.total):
+                found = choice
+            if self._final_bytes > limit_bytes or (found is choice and not choice.recomputed):
+                break
+            # What is around the chain differs from plan to plan, so the next one has that of this.
+            budget_bytes = simulation.peak_bytes + limit_bytes - choice.peak_bytes
+            try:
+                solved = plan(
+                    self._chain, max(budget_bytes, 1), slots=_SLOTS, lingering_bytes=self.shard_gradient_bytes
+                )
+            except BudgetError:
+                break
+            if solved.schedule == simulation.schedule:
+                break
+            simulation = solved.simulation
+        return found
+
+    def _simulated(self, schedule: Schedule) -> Simulation:
+        return simulate(self._chain, schedule, lingering_bytes=self.shard_gradient_bytes)
+
+    def step(self, simulation: Simulation) -> ShardedStep:
+        """The step with its messages."""
+        cluster, processes = self._task.cluster, self._processes
+        return sharded_step(
+            simulation.events,
+            self._sharding.unit_of_stage,
+            self._sizes[:-1],
+            self._sizes[-1],
+            reshard=self._reshard,
+            message_seconds=lambda size_bytes: cluster.gather_seconds(size_bytes, processes),
+        )
+
+    def choice(self, simulation: Simulation) -> Choice:
+        """A way to train under a schedule."""
+        step = self.step(simulation)
+        peak_bytes = max(self._held_bytes + step.peak_bytes, self._final_bytes)
+        again = [event.stage for event in simulation.events if event.phase == "recompute"]
+        optimizer_seconds = self._task.optimizer_seconds(self.shard_gradient_bytes)
+        return Choice(
+            kind="FSDP2",
+            devices=self._processes,
+            copies=self._processes,
+            batch_per_device=self._samples,
+            peak_bytes=peak_bytes,
+            seconds=StepSeconds(
+                compute=step.busy_seconds - simulation.recompute_seconds + optimizer_seconds,
+                recomputation=simulation.recompute_seconds,
+                link=step.seconds - step.busy_seconds,
+            ),
+            reshard=self._reshard,
+            recomputed=len(set(again)),
+            chain_length=len(self._chain),
+            lines=fsdp_lines(self._task, self._sharding.containers, reshard=self._reshard),
+        )
+
+
+def unit_sizes(unit: SpreadParameters, processes: int) -> UnitSizes:
+    """Bytes of a unit and of its messages, with the padding that makes all shards as large."""
+    shard_bytes = unit.shard_bytes(processes)
+    learning_bytes = unit.shard_bytes(processes, learning=True)
+    return UnitSizes(
+        gathered_bytes=shard_bytes * processes,
+        gradient_bytes=learning_bytes * processes,
+        reduced_bytes=learning_bytes * processes,
+        shard_bytes=learning_bytes,
+    )

@@ -1,0 +1,78 @@
+"""Two processes that train under DDP and FSDP2, and what the first measures: ``python -m tests.advice_runs FILE``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.rank_runs import STEPS, WIDTH, Batches, StepPeak, Tower, ddp, fsdp2
+
+# Samples for each process.
+ROWS = 1024
+
+
+class Whole(nn.Module):
+    """A tower with a head: what advice is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Tower(), nn.Linear(WIDTH, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(values))
+
+
+class Training(L.LightningModule):
+    """As the lines of Python of an advice train it."""
+
+    def __init__(self, reshard: bool | None) -> None:
+        super().__init__()
+        self.model = Whole()
+        self.reshard = reshard
+
+    def configure_model(self) -> None:
+        if self.reshard is None:
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.model.body.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(self.model, mesh=mesh)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def peak_bytes(reshard: bool | None) -> int:
+    """Most that a late step has held."""
+    peak = StepPeak()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, strategy=ddp()() if reshard is None else fsdp2(), max_epochs=1, callbacks=[peak],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Training(reshard), DataLoader(Batches(ROWS, steps=STEPS), batch_size=None))
+    return peak.peak_bytes
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    found = {
+        name: peak_bytes(reshard) for name, reshard in {"DDP": None, "FSDP2 True": True, "FSDP2 False": False}.items()
+    }
+    if dist.get_rank() == 0:
+        path.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,61 @@
+"""Bytes by place: what is outside of a module, what training keeps of tensors, and whose they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.placement import Placement, bytes_around, kept_bytes, outside, tensors_of
+from lightning_rotor.pipeline.processes import PipelineProcesses
+from lightning_rotor.stages.sequential import Stage
+
+
+class Alone(PipelineProcesses):
+    """Two processes of a pipeline, of which this is the first; nothing is sent."""
+
+    rank = 0  # type: ignore[assignment]
+    size = 2  # type: ignore[assignment]
+
+
+def stages_of(*modules: nn.Module) -> list[list[Stage]]:
+    return [[Stage(str(number), (module,))] for number, module in enumerate(modules)]
+
+
+def test_tensors_are_parameters_and_buffers_once() -> None:
+    norm = nn.BatchNorm1d(4)
+    tensors = tensors_of(Stage("norm", (norm,)))
+    assert set(map(id, tensors)) == {id(tensor) for tensor in (*norm.parameters(), *norm.buffers())}
+
+
+def test_bytes_around_are_those_outside_with_their_gradients_and_the_batch() -> None:
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    assert outside(model, model[0]) == [model[1].weight]
+    assert kept_bytes([model[1].weight], 2.0) == 3 * 400
+    assert kept_bytes([model[1].weight.detach()], 2.0) == 400
+    assert bytes_around(model, model[0], torch.zeros(5), 2.0) == 3 * 400 + 400 + 20
+
+
+def test_others_weights_take_no_memory_until_they_come_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    placement = Placement(model, stages_of(*model), Alone(torch.device("cpu")))
+    own, others = model[0].weight, model[1].weight
+    assert (placement.stage_of(own), placement.stage_of(others)) == (0, 1)
+    placement.give_up()
+    assert model[0].weight is own
+    assert model[1].weight.is_meta
+    assert (model[1].weight.shape, others.numel()) == ((2, 2), 0)
+    placement.restore(values=False)
+    assert model[1].weight is others
+    assert others.isnan().all()
+
+
+def test_a_parameter_in_two_places_is_refused() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    model = nn.Sequential(first, second)
+    with pytest.raises(PipelineError, match=r"pipeline stages 0 and 1 share the parameter '0\.weight'"):
+        Placement(model, stages_of(first, second), Alone(torch.device("cpu")))
+    with pytest.raises(PipelineError, match=r"pipeline stage 0 shares the parameter '1\.weight' with what is outside"):
+        Placement(model, stages_of(first), Alone(torch.device("cpu")))

@@ -1,0 +1,27 @@
+"""Threads that may draw random numbers are counted, this one included."""
+
+import random
+import threading
+
+from lightning_rotor.private.running_threads import global_generators, threads
+
+
+def test_a_thread_of_the_users_counts_while_it_runs() -> None:
+    before = threads()
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert threads() == before + 1
+    finally:
+        done.set()
+        thread.join()
+    assert threads() == before
+
+
+def test_the_generator_behind_random_is_the_one_that_draws() -> None:
+    generator, _ = global_generators()
+    state = generator.getstate()
+    random.random()
+    assert generator.getstate() != state
+    generator.setstate(state)
