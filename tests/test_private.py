@@ -985,6 +985,8 @@ def test_the_parts_of_a_joint_graph() -> None:
         seen["changed"] = [node.name for node in parts.changed_inputs]
         tangents = [node for node in joint.graph.nodes if partitioning.is_tangent(node)]
         seen["tangents"] = [tuple(node.meta["val"].shape) for node in tangents]
+        assert all(partitioning.is_forward(parts, node) for node in parts.forward)
+        assert not any(partitioning.is_forward(parts, node) for node in tangents)
         seen["saved"] = len(partitioning.chosen_by_torch(joint, parts, 1.0))
         assert not any(map(partitioning.is_of_sizes, joint.graph.nodes))
         forward, backward = partitioning.finished(*partitioning.split(joint, parts, parts.info.inputs))

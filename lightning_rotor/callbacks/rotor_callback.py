@@ -345,7 +345,7 @@ class RotorCallback(Callback):
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that training runs, or ran last. None before the first, and where a model runs as it was compiled."""
+        """The plan that training runs, or ran last. None before the first, and where a model runs as compiled."""
         shown = self._shown()
         return None if shown is None else shown.plan
 

@@ -68,8 +68,8 @@ class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
     ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding. With
-    ``saving_bytes``, there is one variant instead: the user's graph planned inside, so that its counted peak is lower by
-    so much.
+    ``saving_bytes``, there is one variant instead: the user's graph planned inside, so that its counted peak is lower
+    by so much.
     """
 
     def __init__(self, variants: Variants = "exact", *, saving_bytes: int | None = None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.private.operators import OpOverload
 from lightning_rotor.private.partitioning import takes_part
 from lightning_rotor.private.torch_names import packet_of
 
@@ -40,7 +41,7 @@ def _bytes(value: Any) -> int:
 def is_view(node: fx.Node) -> bool:
     """True if a node shows memory of its first argument."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     return target.is_view or packet_of(target).__name__ in _VIEWS
 
@@ -55,7 +56,7 @@ def owner(node: fx.Node) -> fx.Node:
 def is_pointwise(node: fx.Node) -> bool:
     """True if a compiler makes a node's entries where they are read."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def node_seconds(node: fx.Node) -> float:
@@ -74,7 +75,7 @@ def _flops(node: fx.Node) -> int:
     from torch.utils.flop_counter import flop_registry
 
     target = node.target
-    formula = flop_registry.get(packet_of(target)) if isinstance(target, torch._ops.OpOverload) else None
+    formula = flop_registry.get(packet_of(target)) if isinstance(target, OpOverload) else None
     if formula is None:
         return 0
 

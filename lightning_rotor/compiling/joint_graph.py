@@ -63,7 +63,7 @@ class Stages:
 
     def is_forward(self, node: fx.Node) -> bool:
         """True if the forward needs a node."""
-        return node in self.parts.info._required_fw_nodes
+        return partitioning.is_forward(self.parts, node)
 
     def backward_readers(self, node: fx.Node) -> list[fx.Node]:
         """Nodes of the backward that read one."""

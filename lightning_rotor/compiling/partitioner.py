@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from lightning_rotor.compiling.backward_writer import graphs_for
@@ -16,12 +15,13 @@ from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
 from lightning_rotor.errors import BudgetError, ModelError
 from lightning_rotor.planning import frontier
+from lightning_rotor.private.operators import OpOverload
 from lightning_rotor.private.partitioning import is_mutable, outside_of_fakes, parts_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import format_bytes
 
 _log = logging.getLogger(__name__)
-# Points of the chain's curve that are written and counted. Bytes of the chain are rough, those of finished graphs are not.
+# Points of the chain's curve that are written and counted: bytes of the chain are rough, those of finished graphs not.
 _MOST_POINTS = 24
 
 
@@ -71,8 +71,8 @@ def partition(
     _refuse_effects(joint, parts.changed_inputs)
     if reads_of_sizes(stages):
         raise ModelError(
-            "a graph that was compiled for several sizes cannot be planned: expected torch.compile(..., dynamic=False), "
-            "or the blocks compiled instead of the whole (for block in net.blocks: block.compile())"
+            "a graph that was compiled for several sizes cannot be planned: expected "
+            "torch.compile(..., dynamic=False), or the blocks compiled instead of the whole (for block in net.blocks: block.compile())"
         )
     if not len(stages):
         raise ModelError("a compiled graph computes nothing that could be recomputed: expected one with layers in it")
@@ -121,7 +121,7 @@ def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
     """Raise ``ModelError`` if a graph does more than compute, so that no part of it may run twice or be left out."""
     for node in joint.graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, OpOverload):
             continue
         if target.namespace in ("_c10d_functional", "c10d"):
             what = "exchanges messages with other processes"
@@ -130,8 +130,8 @@ def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
         else:
             continue
         raise ModelError(
-            f"a compiled graph {what}, so it cannot be planned inside: expected the blocks compiled instead of the whole "
-            "(for block in net.blocks: block.compile())"
+            f"a compiled graph {what}, so it cannot be planned inside: expected the blocks compiled instead of the "
+            "whole (for block in net.blocks: block.compile())"
         )
 
 

@@ -34,7 +34,7 @@ def compiled_around(loop: TrainingLoop, target: Target) -> str | None:
         name = ".".join(parts[:length])
         module = model.get_submodule(name)
         if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
-            return taken_apart(target.place)
+            return taken_apart(repr(name) if name else "the model")
     return None
 
 

@@ -11,7 +11,7 @@ Nothing is decided here: a file reads and sets, and others say what follows. By 
 - tensors: ``values`` in what user code takes and gives, ``nestings`` around them, ``tensor_facts``, ``fake_tensors``;
 - settings and modes of a thread: ``autocast``, ``modes``;
 - code that runs: ``operators``, ``hooks``, ``running_backward``, ``running_threads``, ``users_checkpoints``,
-  ``compiler``, ``profiler``;
+  ``compiler``, ``partitioning`` of its joint graphs, ``profiler``;
 - several processes: ``process_groups``, ``messages`` between them, ``functional_collectives``, ``sharding`` (FSDP2's
   units), ``pipelining``;
 - ``lightning_names`` and ``lightning_packages``: Lightning's two packages; ``python_names``: CPython;

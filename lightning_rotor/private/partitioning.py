@@ -1,4 +1,4 @@
-"""AOTAutograd's joint graphs of forward and backward: their parts, what torch would save of them, and pairs of graphs."""
+"""AOTAutograd's joint graphs of forward and backward: their parts, what torch would save, and pairs of graphs."""
 
 from __future__ import annotations
 
@@ -143,6 +143,11 @@ def copy_attributes(source: fx.Node, target: fx.Node) -> None:
     target.meta.update(source.meta)
     if target.op in ("call_function", "get_attr"):
         target.meta["autograd_backward"] = True
+
+
+def is_forward(parts: JointParts, node: fx.Node) -> bool:
+    """True if the forward needs a node."""
+    return bool(node in parts.info._required_fw_nodes)
 
 
 def is_mutable(target: torch._ops.OpOverload) -> bool:
