@@ -375,7 +375,7 @@ def test_another_process_that_takes_memory_makes_the_forward_run_again(
     # What is left is what the second step's forward and backward may take beyond weights and workspaces.
     most = rotor.plan.peak_bytes
     least = minimum_budget(rotor.plan.chain, lingering_bytes=rotor.plan.lingering_bytes).peak_bytes
-    device = Device(forward=(2, room_for((least + most) // 2) - 30 * MiB - is_real() * 20 * MiB))
+    device = Device(forward=(2, room_for((least + most) // 2) - 30 * MiB - is_real() * 24 * MiB))
     rotor = RotorCallback(None, "body", show_table=False)
     with caplog.at_level("WARNING", "lightning_rotor"):
         assert_same(plain, fit(device, rotor))

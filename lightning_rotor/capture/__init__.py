@@ -20,7 +20,8 @@ stages. Read in this order:
 - ``surroundings``: what the code could read outside of modules, how far (``reach``), by which names
   (``names_in_code``).
 - ``guards``: whether a recording holds for a call. ``call``, ``ambient``, ``watch``, ``notes`` and ``size_guards`` are
-  its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call.
+  its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call. What a forward is
+  given and does not read (``unread_arguments``) may be anything.
 - ``boundaries``, with ``names_of_stages`` and ``graph_stage`` (its code is text of ``source``), makes stages of a
   recording; ``differences`` compares two.
 - ``compiled`` is about modules that the user compiled.

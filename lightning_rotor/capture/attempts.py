@@ -110,6 +110,11 @@ class Attempts:
                     "submodule, or name a submodule that can be planned"
                 )
 
+    def runs_like(self, known: Recording) -> bool:
+        """True if the call runs the operations of a known recording. It is run once, and nothing becomes opaque."""
+        attempt = self._attempt()
+        return attempt.recording is not None and known.runs_the_same(attempt.recording)
+
     def _make_opaque(self, attempt: _Attempt) -> bool:
         """Make the failed module, or one around it, one operation. False if that would be the root."""
         culprit = attempt.culprit

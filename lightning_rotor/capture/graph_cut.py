@@ -16,6 +16,7 @@ from lightning_rotor.capture.guards import CallGuards
 from lightning_rotor.capture.module_calls import Slot, tensor_attributes
 from lightning_rotor.capture.node_facts import line_of
 from lightning_rotor.capture.recording import Recording
+from lightning_rotor.capture.unread_arguments import is_unread
 from lightning_rotor.capture.watch import Watch
 from lightning_rotor.errors import ModelError
 from lightning_rotor.stages.sequential import Stage, wiring_of
@@ -78,6 +79,25 @@ class GraphCut:
         # Modules look as they do now. What has changed between the two recordings, and made no difference, is idle.
         idle = self.guards.watch.idle(recording.notes)
         self.guards.watch = _watch(recording, call.attributes, idle)
+        return True
+
+    def is_for_any(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Hold also for a call that differs in plain arguments which the code does not read, such as file names."""
+        try:
+            call = self.guards.call(args, kwargs)
+        except ModelError:
+            return False
+        places = self.guards.differing(call)
+        if not places:
+            return False
+
+        def runs_the_same(other: Call) -> bool:
+            attempts = Attempts(self.recording.root, other, [self.recording], self.opaque)
+            return attempts.runs_like(self.recording)
+
+        if not is_unread(call, places, runs_the_same):
+            return False
+        self.guards.free(places)
         return True
 
     def opaque_share(self) -> float:

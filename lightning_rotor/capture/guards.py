@@ -19,6 +19,7 @@ from lightning_rotor.capture.ambient import ambient
 from lightning_rotor.capture.call import Call, firsts_of
 from lightning_rotor.capture.copies import Copies
 from lightning_rotor.capture.size_guards import SizeGuards
+from lightning_rotor.capture.unread_arguments import differing_leaves, without_leaves
 from lightning_rotor.capture.watch import Watch
 from lightning_rotor.private.values import attributes_of
 from lightning_rotor.stages.wiring import packed
@@ -49,6 +50,8 @@ class CallGuards:
         self.attributes = call.attributes
         self.watch = watch
         self._key = _key(call)
+        # Plain arguments that the code does not read.
+        self._free: frozenset[int] = frozenset()
         self._sizes = sizes
         self._reads = reads
 
@@ -80,11 +83,40 @@ class CallGuards:
 
     def are_like(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, and the module is what it was."""
-        return bool(_key(call) == self._key) and self.watch.holds()
+        return bool(self._key_of(call) == self._key) and self.watch.holds()
 
     def fit(self, call: Call) -> bool:
         """True if a call differs at most in sizes and values, whatever the module is now."""
-        return bool((self._key, self.attributes) == (_key(call), call.attributes))
+        return bool((self._key, self.attributes) == (self._key_of(call), call.attributes))
+
+    def differing(self, call: Call) -> frozenset[int]:
+        """Places of the plain arguments in which a call differs from the recorded one, and in no more.
+
+        Empty if it differs in more than that, or in nothing.
+        """
+        arguments, *rest = self._key_of(call)
+        recorded, *recorded_rest = self._key
+        if rest != recorded_rest or call.attributes != self.attributes:
+            return frozenset()
+        places = differing_leaves(recorded, arguments)
+        if not places or not self.watch.holds():
+            return frozenset()
+        is_known = call.signature in self._sizes.settled or self._sizes.hold(call.signature, call.inputs)
+        return places if is_known else frozenset()
+
+    def free(self, places: frozenset[int]) -> None:
+        """Let plain arguments in these places be any, as the code does not read them."""
+        arguments, *rest = self._key
+        self._key = without_leaves(arguments, places), *rest
+        self._free |= places
+
+    def _key_of(self, call: Call) -> Any:
+        """The key of a call, with any value in the place of what is not read."""
+        key = _key(call)
+        if not self._free:
+            return key
+        arguments, *rest = key
+        return without_leaves(arguments, self._free), *rest
 
     def take(self, call: Call) -> Any:
         """The chain's input for a call for which the recording is known to hold: the tensors that it reads."""

@@ -175,6 +175,11 @@ class KnownCuts:
     def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
         """A cut that does what the module does."""
         together = self._ranks.together
+        if not together:
+            # Processes that exchange messages in the forward must run it equally often, and their batches' names differ.
+            for known in reversed(self._cuts):
+                if isinstance(known, GraphCut) and known.is_for_any(args, kwargs):
+                    return known
         cut = sequentialize(self._module, args, kwargs, known=self._cuts, afresh=together)
         if (cut in self._cuts and not together) or not isinstance(cut, GraphCut):
             return cut
