@@ -14,8 +14,9 @@ _DRAW_NOTHING = tuple(
     for path in (
         # pytest-xdist's channel.
         "execnet/",
-        # The monitor of progress bars.
+        # The monitor of progress bars, and what draws them anew.
         "tqdm/",
+        "rich/live.py",
         # Hands on what was put into a queue: DataLoader has one for each worker.
         "multiprocessing/queues.py",
         # Hands out file descriptors, once a tensor was sent to another process.

@@ -2,6 +2,10 @@
 
 import random
 import threading
+from io import StringIO
+
+from rich.console import Console
+from rich.progress import Progress
 
 from lightning_rotor.private.running_threads import global_generators, threads
 
@@ -25,3 +29,10 @@ def test_the_generator_behind_random_is_the_one_that_draws() -> None:
     random.random()
     assert generator.getstate() != state
     generator.setstate(state)
+
+
+def test_a_display_that_is_drawn_anew_is_no_thread_that_draws_random_numbers() -> None:
+    before = threads()
+    with Progress(console=Console(file=StringIO(), force_terminal=True)):
+        assert any("rich" in type(each).__module__ for each in threading.enumerate())
+        assert threads() == before
