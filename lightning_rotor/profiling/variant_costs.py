@@ -165,7 +165,7 @@ def _is_close(
     return tensor.shape == expected.shape and torch.allclose(tensor, expected, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
-def _repeatable_outcome(profiler: StageProfiler, *, may_draw: bool) -> _Outcome:
+def _repeatable_outcome(profiler: StageProfiler, *, may_draw: bool = False) -> _Outcome:
     """The outcome of a stage as it is; raises CannotRepeatError if there may be another one next time."""
     device = tensors_in(profiler.boundary.leaves)[0].device
     profiler.rewind()
