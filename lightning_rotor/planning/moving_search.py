@@ -48,7 +48,7 @@ class MovingSearch(ScheduleSearch):
     @cached_property
     def smallest(self) -> Simulation:
         """The schedule of least peak."""
-        least = self._smallest_of_tables
+        least = self.smallest_of_tables
         if self._link is None:
             return least
         for simulation in self._staying:
@@ -80,7 +80,7 @@ class MovingSearch(ScheduleSearch):
 
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
         best = self._fastest_of_candidates(link, budget_bytes)
-        if best is None or best.peak_bytes <= self._smallest_of_tables.peak_bytes:
+        if best is None or best.peak_bytes <= self.smallest_of_tables.peak_bytes:
             least = self.smallest
             if least.peak_bytes <= budget_bytes and (best is None or by_seconds(least) < by_seconds(best)):
                 best = least
