@@ -193,6 +193,23 @@ def test_a_wrong_fused_backward_is_found():
     assert report.fused_error == pytest.approx(0.01, rel=0.1)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("position", [0, -1])
+def test_a_gradient_that_is_not_finite_agrees_with_none_wherever_it_stands(position: int, value: float) -> None:
+    class Broken(AdditiveCoupling):
+        def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> Any:
+            made = super().reversible_backward(output, gradient)
+            list(self.parameters())[position].grad.view(-1)[-1] = value
+            return made
+
+    module = Broken(branch(), branch()).double()
+    report = check_inverse(module, batch())
+    assert report.fused_agrees is False
+    assert report.fused_error == float("inf")
+    _, objection = try_inverse(module, batch(), name="broken")
+    assert objection == "its fused backward is not used: it differs from autograd's by values that are not finite"
+
+
 def test_the_check_leaves_everything_as_it_was():
     module = MAKERS["dropout"]().double()
     for parameter in module.parameters():

@@ -41,7 +41,8 @@ class InverseReport:
         tolerance: What was allowed.
         draws_random: The forward draws random numbers.
         fused_error: Largest difference between the fused backward's gradients and autograd's, relative to each
-            gradient's largest element, or to 1 % of the largest of all if that is more; None without a fused backward.
+            gradient's largest element, or to 1 % of the largest of all if that is more; infinite where one is not
+            finite; None without a fused backward.
         fused_agrees: True if that is within ``rtol``; None without a fused backward.
         shares_memory: The output shows memory of the input, which is then held with it.
     """
@@ -216,7 +217,8 @@ class _Trial:
                 difference = _largest(autograds.double() - mine.double())
             if difference:
                 difference /= max(_largest(autograds), least)
-            errors.append(difference)
+            # NaN is above nothing and below nothing: the largest of several numbers would lose it.
+            errors.append(difference if math.isfinite(difference) else math.inf)
         return max(errors, default=0.0)
 
     @contextmanager
@@ -271,5 +273,7 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
         return "it returns a view of its input, or of a part of it", ""
     if report.fused_agrees is False:
         off = f"{report.fused_error:.2g} of the largest element of a gradient"
+        if report.fused_error == math.inf:
+            off = "values that are not finite"
         return "", f"its fused backward is not used: it differs from autograd's by {off}"
     return "", ""

@@ -48,13 +48,21 @@ class MovingSearch(ScheduleSearch):
     @cached_property
     def smallest(self) -> Simulation:
         """The schedule of least peak."""
-        least = super().smallest
+        least = self.smallest_of_tables
         if self._link is None:
             return least
         for simulation in self._staying:
             moved = self._all_moved(simulation.schedule)
             if by_peak(moved) < by_peak(least):
                 least = moved
+        # Other candidates may lead further down. What no budget finds is not there.
+        while (found := self._fastest_of_candidates(self._link, least.peak_bytes - 1)) is not None:
+            # Its moves fill the budget; away for as long as they can be, they leave more of it.
+            items = found.schedule.items
+            moves = tuple(Move.whole(move.item, len(items)) for move in found.schedule.moves)
+            longest = simulate(self.chain, Schedule(items, moves), **self.step)
+            fitting = [each for each in (found, longest, self._all_moved(found.schedule)) if self._fits(each)]
+            least = min(fitting, key=by_peak)
         return least
 
     def candidates(self) -> tuple[Simulation, ...]:
@@ -71,6 +79,17 @@ class MovingSearch(ScheduleSearch):
         return tuple(sorted({each.schedule: each for each in found}.values(), key=by_peak))
 
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
+        best = self._fastest_of_candidates(link, budget_bytes)
+        if best is None or best.peak_bytes <= self.smallest_of_tables.peak_bytes:
+            least = self.smallest
+            if least.peak_bytes <= budget_bytes and (best is None or by_seconds(least) < by_seconds(best)):
+                best = least
+        if best is None or best.schedule == self.keep_all.schedule:
+            return best
+        return self._edited(best, budget_bytes)
+
+    def _fastest_of_candidates(self, link: Link, budget_bytes: int) -> Simulation | None:
+        """The fastest candidate that fits, before any edit; None if none does."""
         best = super().fastest(budget_bytes)
         if best is not None and best.schedule == self.keep_all.schedule:
             return best
@@ -80,9 +99,7 @@ class MovingSearch(ScheduleSearch):
         for simulation in self._staying:
             if best is None or simulation.seconds < best.seconds * (1 - SAME):  # waits only add to it
                 best = self._better(best, simulation.schedule, None, budget_bytes)
-        if best is None:
-            best = self.smallest if self.smallest.peak_bytes <= budget_bytes else None
-        return best if best is None else self._edited(best, budget_bytes)
+        return best
 
     def _fits(self, simulation: Simulation) -> bool:
         """True if the other memory has room for what moves."""

@@ -68,13 +68,18 @@ class ScheduleSearch:
             fitting.append(self.keep_all)
         least_bytes = self._for_all[0].lowest_bytes * (1 + self.effort.close)
         if of_tables[0] is None or of_tables[0].peak_bytes <= least_bytes:
-            if self.smallest.peak_bytes > budget_bytes:
+            if self.smallest_of_tables.peak_bytes > budget_bytes:
                 return None
-            fitting.append(self.smallest)
+            fitting.append(self.smallest_of_tables)
         return min(fitting, key=by_seconds, default=None)
 
     @cached_property
     def smallest(self) -> Simulation:
+        """The schedule of least peak."""
+        return self.smallest_of_tables
+
+    @cached_property
+    def smallest_of_tables(self) -> Simulation:
         """The schedule of least peak, of those of all tables and their edits."""
         tables = list(self._for_all)
         if self._finer_tops:

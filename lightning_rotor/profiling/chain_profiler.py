@@ -277,7 +277,7 @@ class _ChainProfiler:
         self._repeats = repeats
         self._ranks = ranks
         self._accumulating = accumulating
-        self._interlude = interlude(device)
+        self._interlude = interlude(device, meter)
         self._segment_seconds = segment_seconds(device, meter)
         self.stages = merged(stages, findings.groups)
         self.behaviours = []

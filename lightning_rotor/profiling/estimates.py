@@ -89,9 +89,8 @@ def estimate_profiles(
             with meter, _fused_as_on_cuda() if like == "cuda" else nullcontext():
                 for together in ways:
                     value = cut.bind(args, kwargs)
-                    # A roofline says the same each time.
                     stages = together(cut.stages)
-                    profiles.append(profile_chain(stages, value, repeats=1, meter=meter, progress=progress))
+                    profiles.append(profile_chain(stages, value, meter=meter, progress=progress))
             return profiles
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise ModelError(

@@ -35,6 +35,8 @@ _FLOPS = {
 class EstimatingMeter(TorchDispatchMode, Meter):
     """Bytes of storages, rounded up to blocks, and seconds of a roofline, for what runs while this mode is active."""
 
+    repeats_itself = True
+
     def __init__(self, accelerator: Accelerator, *, block_bytes: int = 1) -> None:
         super().__init__()
         self._accelerator = accelerator

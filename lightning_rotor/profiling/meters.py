@@ -29,10 +29,12 @@ class Meter(Protocol):
 
     Attributes:
         needs_warm_up: An operator's first run allocates what later ones do not, such as workspaces of CUDA.
+        repeats_itself: Its clock says the same of every run of the same operators, so that one run is enough.
         block_bytes: The size of each block is counted as a multiple of this.
     """
 
     needs_warm_up: bool = False
+    repeats_itself: bool = False
     block_bytes: int = 1
 
     @property

@@ -35,12 +35,12 @@ SAVED_TENSOR_SHARE = 0.02
 _UNWATCHED_SHARE = 0.2
 
 
-def interlude(device: torch.device, swept_bytes: int = _NEAR_BYTES) -> Callable[[], object]:
+def interlude(device: torch.device, meter: Meter, swept_bytes: int = _NEAR_BYTES) -> Callable[[], object]:
     """A function that fills the processor's caches with something else, as what comes between two runs in a step does.
 
-    On other devices it does nothing.
+    On other devices it does nothing, nor for a meter whose clock knows no caches.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or meter.repeats_itself:
         swept_bytes = 0
     # NumPy's memory, so that torch's allocator does not count it; one number of each line.
     numbers = np.ones(swept_bytes // _FLOAT_BYTES)
@@ -77,7 +77,7 @@ def _measured(device: torch.device, meter: Meter) -> float:
         clock.seconds(segmented=True)
         clock.seconds(segmented=False)
         # By turns, so that a disturbance of the machine meets both.
-        for _ in range(_ROUNDS):
+        for _ in range(1 if meter.repeats_itself else _ROUNDS):
             segmented.append(clock.seconds(segmented=True))
             plain.append(clock.seconds(segmented=False))
     return float(max(statistics.median(segmented) - statistics.median(plain), 0.0))
@@ -96,7 +96,7 @@ class _SegmentClock:
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self._tensor = torch.zeros(1, device=device, requires_grad=True)
-        self._sweep = interlude(device, _ALL_BYTES)
+        self._sweep = interlude(device, meter, _ALL_BYTES)
         self._sweeping_seconds = 0.0
         # All of it is work of this thread, of which its processor time tells whatever else runs on the machine.
         self._clock: Meter = _ThreadClock() if type(meter) is CpuMeter else meter

@@ -95,6 +95,8 @@ class _Runs:
         clocks differ.
         """
         number = len(self._all)
+        if self._profiler.meter.repeats_itself:
+            return number > 0
         wanted = self._profiler.repeats
         if self._profiler.ranks.together:
             return number >= wanted

@@ -22,14 +22,14 @@ from tests.strategies import KINDS, random_chain, random_link, random_schedule, 
 
 
 def random_case(rng: random.Random) -> tuple[Chain, Conditions]:
-    chain = random_chain(rng, rng.randint(2, 7), rng.choice(KINDS))
+    chain = random_chain(rng, rng.randint(2, 6), rng.choice(KINDS))
     if len(chain) > 2 and rng.random() < 0.3:
         chain = with_skips(rng, chain)
     step: Conditions = {"gradients_exist": rng.random() < 0.5, "lingering_bytes": rng.choice((0, 0, 50))}
     return chain, {**step, "link": random_link(rng, chain)}
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.randoms(use_true_random=False))
 def test_plans_fit_and_are_never_slower_than_those_that_move_nothing(rng: random.Random) -> None:
     chain, step = random_case(rng)
@@ -44,6 +44,17 @@ def test_plans_fit_and_are_never_slower_than_those_that_move_nothing(rng: random
         assert simulate(chain, found.schedule, **step) == found.simulation
         if budget >= least_today:
             assert found.seconds <= today.plan(budget).seconds * (1 + 1e-9)
+    with pytest.raises(BudgetError, match="is below this chain's minimum"):
+        solver.plan(least - 1)
+
+
+@pytest.mark.parametrize("seed", [37, 38])
+def test_no_plan_fits_below_the_least_budget(seed: int) -> None:
+    """Of these chains other candidates than those of the tables lead to the least peak."""
+    chain, step = random_case(random.Random(seed))
+    solver = Solver(chain, slots=100, **step)
+    least = solver.minimum().peak_bytes
+    assert solver.plan(least).peak_bytes == least
     with pytest.raises(BudgetError, match="is below this chain's minimum"):
         solver.plan(least - 1)
 
@@ -122,8 +133,8 @@ def test_room_at_the_other_end_is_a_budget_of_its_own() -> None:
 
 
 def test_the_curve_with_a_link_is_below_the_one_without() -> None:
-    chain = llama_layers(4096, layers=8)
-    peak = simulate(chain, Schedule.keep_all(8)).peak_bytes
+    chain = llama_layers(4096, layers=5)
+    peak = simulate(chain, Schedule.keep_all(5)).peak_bytes
     today, moving = frontier(chain), frontier(chain, link=Link(50e9, 50e9))
     assert moving[0].peak_bytes <= today[0].peak_bytes
     assert moving[0].seconds < 0.8 * today[0].seconds  # nested segments vanish

@@ -65,6 +65,15 @@ def test_processes_that_run_together_run_as_often_as_asked_for() -> None:
     assert layer.runs == 3 + 1
 
 
+def test_a_clock_that_repeats_itself_is_asked_once() -> None:
+    class Estimated(Ticking):
+        repeats_itself = True
+
+    layer = Counting(1e-4)
+    seconds_by_turns([profiler_of(layer, meter=Estimated(), repeats=3)])
+    assert layer.runs == 1 + 1
+
+
 def test_options_run_by_turns() -> None:
     order = []
 
