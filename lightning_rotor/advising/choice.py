@@ -32,7 +32,7 @@ class StepSeconds:
 
     @property
     def limited_by(self) -> Limit:
-        """What takes most beside compute, if that is a tenth of the step or more; else compute."""
+        """The part of the step that takes most beside compute, if that is a tenth of the step or more; else compute."""
         others: dict[Limit, float] = {"recomputation": self.recomputation, "link": self.link, "bubble": self.bubble}
         largest = max(others, key=others.__getitem__)
         return largest if others[largest] >= 0.1 * self.total else "compute"

@@ -163,7 +163,7 @@ class ModelCosts:
         return (self.resident.temporary_bytes or 0) / max(self.trained_bytes, 1)
 
     def resident_at(self, batch_size: int) -> ResidentMemory:
-        """What training holds beside a chain for a batch size."""
+        """Memory that training holds beside a chain, for a batch size."""
         batch_bytes = -(-self.resident.batch_bytes * batch_size // self.costs.sizes[1])
         return replace(self.resident, batch_bytes=batch_bytes)
 
@@ -230,7 +230,7 @@ def _resident(
     precision: Precision,
     like: str,
 ) -> ResidentMemory:
-    """What training holds beside a chain, with the optimizers' way of stepping on the device."""
+    """Memory that training holds beside a chain, with the optimizers' way of stepping on the device."""
     model, device = _built(make_model, precision), torch.device("meta")
     optimizers = list(make_optimizers(model))
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):

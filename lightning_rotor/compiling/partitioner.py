@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from lightning_rotor.compiling.backward_writer import graphs_for
-from lightning_rotor.compiling.graph_costs import chain_of
+from lightning_rotor.compiling.graph_chain import chain_of
 from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of

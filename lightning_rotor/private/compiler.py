@@ -71,7 +71,7 @@ def has_compiled_method(module: nn.Module, name: str) -> bool:
 
 
 def compiled_method_of(module: nn.Module, name: str) -> Any | None:
-    """What ``torch.compile`` of a module's own method has returned, if it stands in the method's place; else None."""
+    """The result of ``torch.compile`` of a module's own method, if it stands in the method's place; else None."""
     compiled = module.__dict__.get(name)
     if is_compiler_wrapper(module) or not is_compiled_function(compiled):
         return None

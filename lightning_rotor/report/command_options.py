@@ -104,7 +104,7 @@ def _batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What is asked of the model by each command."""
+    """Options about the model, which each command has."""
     ask = parser.add_argument_group("the model").add_argument
     ask("--model", required=True, metavar="PATH", help="what makes it: package.module.name, or file.py:name")
     many: dict[str, Any] = {"action": "append", "dest": "model_arguments", "default": []}

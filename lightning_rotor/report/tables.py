@@ -98,7 +98,7 @@ def plan_table(
 
 
 def _moved(plan: Plan, link: Link) -> str:
-    """What a plan moves, and what the link gives for it."""
+    """The stages that a plan moves, and the speed of the link."""
     speed = f"the link carries {format_bytes(link.out)}/s out and {format_bytes(link.back)}/s back"
     if not plan.moved:
         return f"none of {_stages(plan)}; {speed}"
