@@ -1,7 +1,7 @@
 """Do tests notice small errors? Mutants of modules, the tests beside them, and which mutants survive.
 
     python -m benchmarks.mutants                          every module of MODULES, 60 mutants each, into results/mutants.md
-    python -m benchmarks.mutants planning/draws --most 0  all mutants of one, only printed
+    python -m benchmarks.mutants planning/step_draws --most 0  all mutants of one, only printed
 
 A mutant is a module with one small change: another comparison, + for -, ``and`` for ``or``, a constant more or less by one, ``min`` for ``max``,
 a ``not`` removed, a statement dropped. It is killed if one of its module's direct tests fails, or takes longer than the limit. This process
@@ -36,7 +36,7 @@ MODULES = {
     "planning/joint_chain": ["tests/planning/test_joint_chain.py", "tests/planning/test_outside.py"],
     "planning/outside": ["tests/planning/test_outside.py"],
     "planning/size_bounds": ["tests/planning/test_size_bounds.py"],
-    "planning/draws": ["tests/planning/test_draws.py"],
+    "planning/step_draws": ["tests/planning/test_step_draws.py"],
     "planning/step_phases": ["tests/planning/test_step_phases.py"],
     "simulator": ["tests/test_simulator.py"],
 }
@@ -45,9 +45,9 @@ MODULES = {
 EXPLAINED: dict[str, str] = {
     "planning/budget_search: _larger: `0` → `-1`": "Equivalent: a budget of 0 or less is no growth, which the next line refuses.",
     "planning/joint_chain: joined: `1` → `2`": "Equivalent: the output of the user's code has 0 bytes, of which 1 or 2 are saved.",
-    "planning/draws: spread_bytes: `0` → `-1`": "Equivalent: draws are only seen once there are peaks, so the default is never read.",
-    "planning/draws: spread_bytes: `0` → `1`": "Equivalent, likewise.",
-    "planning/draws: module: `8` → `7`": "Equivalent: only powers of two are compared with it.",
+    "planning/step_draws: spread_bytes: `0` → `-1`": "Equivalent: draws are only seen once there are peaks, so the default is never read.",
+    "planning/step_draws: spread_bytes: `0` → `1`": "Equivalent, likewise.",
+    "planning/step_draws: module: `8` → `7`": "Equivalent: only powers of two are compared with it.",
     "planning/size_bounds: _candidates: `1` → `0`": "Equivalent: a line to a larger size is higher, so it is not taken.",
     "planning/size_bounds: _candidates: without `continue`": "Equivalent, likewise.",
     "planning/size_bounds: _candidates: `growth <= 1` → `growth < 1`": "Equivalent, likewise.",

@@ -50,8 +50,8 @@ from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, Stat
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.draws import Draws, is_sample_step
 from lightning_rotor.planning.outside import foresight
+from lightning_rotor.planning.step_draws import Draws, is_sample_step
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
 from lightning_rotor.private.torch_names import compilation_heard
 from lightning_rotor.private.values import tensors_in

@@ -24,7 +24,7 @@ Plans of steps, where the chain is not all that takes memory::
     joint_chain                  several calls that wait for their backward at the same time, as one chain
     step_phases, outside         a measured step, and what it took around its calls
     budget_search                the budget of a chain whose measured steps take more or less than predicted
-    draws                        steps whose size is a draw
+    step_draws                   steps whose size is a draw
     size_bounds, combined_chain  costs of input sizes that were never measured
 """
 

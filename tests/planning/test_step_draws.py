@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rotor.planning.draws import Draws, is_sample_step
+from lightning_rotor.planning.step_draws import Draws, is_sample_step
 
 LIMIT = 10_000
 PLANS: Any = [object()]  # of a plan, only who it is
