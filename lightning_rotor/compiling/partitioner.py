@@ -72,7 +72,8 @@ def partition(
     if reads_of_sizes(stages):
         raise ModelError(
             "a graph that was compiled for several sizes cannot be planned: expected "
-            "torch.compile(..., dynamic=False), or the blocks compiled instead of the whole (for block in net.blocks: block.compile())"
+            "torch.compile(..., dynamic=False), or the blocks compiled instead of the whole (for block in net.blocks: "
+            "block.compile())"
         )
     if not len(stages):
         raise ModelError("a compiled graph computes nothing that could be recomputed: expected one with layers in it")

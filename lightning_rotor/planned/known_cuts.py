@@ -176,7 +176,8 @@ class KnownCuts:
         """A cut that does what the module does."""
         together = self._ranks.together
         if not together:
-            # Processes that exchange messages in the forward must run it equally often, and their batches' names differ.
+            # Processes that exchange messages in the forward must run it equally often, and names in their batches
+            # differ.
             for known in reversed(self._cuts):
                 if isinstance(known, GraphCut) and known.is_for_any(args, kwargs):
                     return known

@@ -120,7 +120,8 @@ class StepPlanner(BudgetSource):
         # Undone behind a measured step: hearing of what torch.compile compiles.
         self._compilation = ExitStack()
         try:
-            if saved is not None and saved.get(PRESSED):
+            # Of a damaged checkpoint it may be anything, and is left aside when it is loaded.
+            if isinstance(saved, dict) and saved.get(PRESSED):
                 self.modules.wake()
             if not self.load(saved) and self.modules.begin():
                 self._become(Event.CHOSEN)

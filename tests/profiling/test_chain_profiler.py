@@ -62,6 +62,7 @@ class _Blind:
     """Runs everything that a real meter would see, but leaves torch's one profiler to the test around it."""
 
     needs_warm_up = False
+    repeats_itself = False
     block_bytes = 1
 
     @contextmanager
