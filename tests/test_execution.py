@@ -368,6 +368,7 @@ def test_flags_tell_user_code_which_pass_it_is() -> None:
 class Ticks:
     """A clock that goes on when somebody looks at it."""
 
+    repeats_itself = False
     time = 0.0
 
     def now(self) -> float:
