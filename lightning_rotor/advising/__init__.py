@@ -1,4 +1,4 @@
-"""What to run on several devices: ways to train a model that fit them, fastest first, from shapes alone.
+"""Advice on several devices: ways to train a model that fit them, fastest first, from shapes alone.
 
 In: what makes a model, its inputs and optimizers, devices by name. Out: an Advice, which is data. Read in this order:
 

@@ -30,7 +30,7 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.module_plans import Account, ModulePlans
 from lightning_rotor.planned.other_sizes import SLIGHT, lost_by
-from lightning_rotor.planned.prepared import MUCH_ROOM, Costs, Prepared, Turn, costs_of
+from lightning_rotor.planned.prepared import Costs, Prepared, Turn, costs_of, leaves_much_room
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import moved
@@ -746,8 +746,7 @@ class JointPlans:
         """True if calls leave at least half of what they may use when nothing is recomputed."""
         chain = joined(parts.names, parts.parts)
         budget = self._budget(chain, parts.copied_bytes)
-        plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
-        return plain.peak_bytes <= MUCH_ROOM * budget.available_bytes
+        return leaves_much_room(chain, budget)
 
     def _guessed_outside(self, parts: _Parts) -> list[Outside]:
         """Peaks behind calls, the higher the less calls keep, as high as the least plan allows, whatever the limit."""

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from lightning_rotor.devices import HOST, KINDS
+from lightning_rotor.devices import CUDA, HOST, KINDS
 from lightning_rotor.errors import OffloadError
 from lightning_rotor.execution.file_memory import FileMemory
 from lightning_rotor.execution.link_speed import disk_speed, host_speed
@@ -32,7 +32,7 @@ class Offloading:
         self.memory: PinnedMemory | FileMemory
         folder = offload.folder
         if folder is None:
-            if device.type != "cuda":
+            if KINDS.get(device.type) is not CUDA:
                 raise OffloadError(
                     f'offload="host" moves from a GPU to the memory of the host, and these tensors are on '
                     f"{str(device)!r}: "

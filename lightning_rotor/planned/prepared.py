@@ -11,6 +11,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.execution.stopwatch import TIMED_CALLS, Stopwatch
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.profiling import Profile
@@ -190,6 +191,12 @@ class Prepared:
         assert self.measured_overhead is not None
         entry = TimedSchedule(self.schedule, self.measured_overhead)
         return replace(self.costs, timed=(*self.costs.timed, entry))
+
+
+def leaves_much_room(chain: Chain, budget: Budget, *, held_bytes: int = 0) -> bool:
+    """True if a chain that recomputes nothing takes at most half of a budget, beside what other calls hold of it."""
+    plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
+    return held_bytes + plain.peak_bytes <= MUCH_ROOM * budget.available_bytes
 
 
 def may_be_planned_again(costs: Costs) -> bool:

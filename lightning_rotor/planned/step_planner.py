@@ -42,7 +42,7 @@ from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
-from lightning_rotor.planned.prepared import MUCH_ROOM, Prepared, Turn
+from lightning_rotor.planned.prepared import Prepared, Turn, leaves_much_room
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
@@ -57,8 +57,6 @@ from lightning_rotor.private.torch_names import compilation_heard
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.workspaces import take_workspaces
-from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import simulate
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 # Where sizes change at every step, there is always another plan, and it may never be one that fits, or is watched.
@@ -567,10 +565,8 @@ class StepPlanner(BudgetSource):
             return budget
         if step is not None:
             step.shares_budget = True
-            chain = profile.chain
-            plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
             held_bytes = sum(call.prepared.held_bytes for call in step.waiting)
-            if held_bytes + plain.peak_bytes <= MUCH_ROOM * budget.available_bytes:
+            if leaves_much_room(profile.chain, budget, held_bytes=held_bytes):
                 return budget.reduced_to(budget.available_bytes - held_bytes, "other calls of the step")
         return replace(budget.reduced_to(0, "other calls of the step"), is_provisional=True)
 
