@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from benchmarks.cuda_memory import GPU, Loss
 from lightning_rotor import BudgetError, Checkpointable, Plan
 from lightning_rotor.execution.pinned_memory import PinnedMemory
 from lightning_rotor.link import Link
@@ -37,7 +38,6 @@ from lightning_rotor.planning import plan as planned_within
 from lightning_rotor.profiling.cuda_recording import await_autograd
 from lightning_rotor.units import format_bytes, format_seconds
 
-GPU = torch.device("cuda", 0)
 SHARES = (0.7, 0.5, 0.35)
 SCALARS = 2 * 512
 """The loss and its gradient."""
@@ -129,22 +129,6 @@ WORKLOADS: dict[str, tuple[Callable[[bool], tuple[nn.Module, torch.Tensor]], boo
 # ---------------------------------------------------------------------------------------------------- steps
 
 
-class Mean(torch.autograd.Function):
-    """A loss that holds nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        """Zero."""
-        ctx.like = output.shape, output.dtype
-        return output.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        """A number for each place."""
-        shape, dtype = ctx.like
-        return torch.full(shape, 1e-2, dtype=dtype, device=GPU)
-
-
 @dataclass
 class Steps:
     """Runs steps of a model, and measures them."""
@@ -157,7 +141,7 @@ class Steps:
         """One step."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast, cache_enabled=False):
             output = forward(self.batch)
-        Mean.apply(output).backward()
+        Loss.apply(output).backward()
 
     def gradients(self, forward: Callable[[Any], Any]) -> list[torch.Tensor]:
         """Gradients of a step from fixed seeds."""
