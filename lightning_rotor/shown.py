@@ -16,9 +16,12 @@ import logging
 import sys
 from functools import singledispatch
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from rich.console import Console, RenderableType
-from rich.text import Text
+if TYPE_CHECKING:
+    # Imported where something is shown: most programs show nothing, and would wait for the import at their start.
+    from rich.console import RenderableType
+    from rich.text import Text
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +73,8 @@ class Shown(Notebook):
 
 def cell(text: str) -> Text:
     """A text as it is: names may hold what rich takes for markup, or no terminal can show."""
+    from rich.text import Text
+
     return Text(printable(text))
 
 
@@ -82,6 +87,8 @@ def printable(text: str) -> str:
 
 def show(table: RenderableType) -> None:
     """Print a table in what the terminal can show. What is only shown never ends training."""
+    from rich.console import Console
+
     console = Console()
     try:
         try:
@@ -97,6 +104,8 @@ def show(table: RenderableType) -> None:
 
 def rendered(*tables: RenderableType, width: int = 100) -> str:
     """Tables as text without colours, without a line break at the end."""
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=width, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(*tables)

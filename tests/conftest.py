@@ -12,6 +12,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+import sys
+import time
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +28,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from lightning_rotor.planned import module_plans
 from lightning_rotor.planning import compilation, dynamic_program
+from lightning_rotor.private.running_threads import threads
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
@@ -156,6 +160,20 @@ def deterministic_mode() -> Iterator[None]:
     yield
     if torch.get_deterministic_debug_mode() != mode:
         torch.set_deterministic_debug_mode(mode)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    """A thread that may draw random numbers makes later tests repeat forwards, and measure what that takes."""
+    before = threads()
+    yield
+    deadline = time.monotonic() + 5
+    while threads() > before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    if threads() > before:
+        stacks = [traceback.format_stack(frame) for frame in sys._current_frames().values()]
+        pytest.fail("a thread outlives the test:\n" + "\n".join("".join(stack[:4]) for stack in stacks))
 
 
 @pytest.fixture(scope="session")

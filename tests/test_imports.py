@@ -203,12 +203,24 @@ print(middle - begin, time.process_time() - middle, *sorted({name.partition(".")
 
 
 def test_to_import_the_package_takes_little_beside_torch():
-    """0.15 seconds of processor time; where all is slow now, less than a tenth of what torch takes."""
-    heavy = {"lightning", "matplotlib", "numba", "pandas", "scipy", "sympy", "timm", "torchvision", "transformers"}
+    """0.15 seconds of processor time; where all is slow now, less than an eighth of what torch takes."""
+    # Nearly half of it is spent in making data classes.
+    heavy = {
+        "lightning",
+        "matplotlib",
+        "numba",
+        "pandas",
+        "rich",
+        "scipy",
+        "sympy",
+        "timm",
+        "torchvision",
+        "transformers",
+    }
     for _ in range(6):
         torch_seconds, seconds, *gained = run_python("-c", TIMED_IMPORT)[0].split()
         assert not heavy & set(gained)
-        if float(seconds) <= max(0.15, 0.1 * float(torch_seconds)):
+        if float(seconds) <= max(0.15, float(torch_seconds) / 8):
             return
     pytest.fail(f"import lightning_rotor takes {seconds} s, and torch {torch_seconds} s")
 

@@ -18,7 +18,6 @@ from itertools import chain, count
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
 from lightning_rotor.capture.sequentialize import sequentialize
@@ -32,8 +31,8 @@ from lightning_rotor.planning.combined_chain import UnlikeChainsError, combined
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.shown import rendered
-from lightning_rotor.units import format_bytes, parse_limit
+from lightning_rotor.shown import Shown
+from lightning_rotor.units import parse_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class BatchSizeOption:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizeAdvice:
+class BatchSizeAdvice(Shown):
     """Batch sizes with their predicted speeds. Printed, it is a table.
 
     Attributes:
@@ -74,25 +73,6 @@ class BatchSizeAdvice:
         """The option with the most samples per second."""
         # Not the largest: all samples of a batch pay for the recomputation that one more of them costs.
         return max(self.options, key=lambda option: option.samples_per_second)
-
-    def __rich__(self) -> Table:
-        table = Table(
-            title=f"Batch sizes within {format_bytes(self.limit_bytes)}, from measurements at {self.measured}"
-        )
-        for heading in ("Batch size", "Samples/s", "Peak", "Overhead", "Stages recomputed", ""):
-            table.add_column(heading, justify="right")
-        for option in self.options:
-            table.add_row(
-                str(option.batch_size),
-                f"{option.samples_per_second:,.0f}",
-                format_bytes(option.peak_bytes),
-                f"{option.plan.overhead:.1%}",
-                str(len(option.plan.recomputed)),
-                "best" if option is self.best else "",
-            )
-        return table
-
-    __str__ = rendered
 
 
 @dataclass(frozen=True, slots=True)

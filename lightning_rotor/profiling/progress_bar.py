@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.errors import LiveError
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 _LONG_SECONDS = 2.0
 _REFRESH_SECONDS = 0.2
@@ -54,6 +55,11 @@ class _Bar:
             self._bar.update(self._bar.task_ids[0], completed=done, total=total)
 
     def _appear(self, total: int) -> None:
+        # Imported here, as most programs never see a bar and would wait for its import at their start.
+        from rich.console import Console
+        from rich.errors import LiveError
+        from rich.progress import Progress
+
         bar = Progress(console=self._console or Console(stderr=True), transient=True)
         bar.add_task("measuring stages", total=total)
         try:
@@ -92,6 +98,9 @@ def _show_seconds(stages: int, done: threading.Event, long_seconds: float, conso
     """Show for how long a chain has been planned for, from a moment on until it is done."""
     if done.wait(long_seconds):
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     # What is only shown never ends training: the stream may be closed, or another display have the terminal.
     with suppress(Exception):

@@ -7,7 +7,7 @@ and SVG. What is imported here registers itself in :mod:`lightning_rotor.shown`.
 - ``figures``: what all pictures share. ``timeline`` shows memory over a step, ``frontier_plot`` budget against
   overhead, ``pipeline_plot`` which device of a pipeline does what.
 - ``drawing``: the stages of a model, with ``operator_labels``, and ``repeats`` drawn once. ``notebooks``: HTML of all.
-- ``advice_table``: ways to train on several devices.
+- ``advice_table``: batch sizes, and ways to train on several devices.
 - ``command_line``: ``lightning-rotor plan``, and its other commands. ``command_options`` may be asked, ``named_models``
   by name; ``command_plan`` plans, ``command_answer`` prints.
 """

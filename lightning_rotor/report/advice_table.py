@@ -1,4 +1,4 @@
-"""The table of ways to train on several devices, and the lines of Python for some of them."""
+"""Tables of advice: batch sizes, and ways to train on several devices with the lines of Python for some of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from lightning_rotor.advising import Advice, Choice
+from lightning_rotor.planned.batch_sizes import BatchSizeAdvice
 from lightning_rotor.shown import cell, table_of
 from lightning_rotor.units import format_bytes, format_seconds
 
@@ -19,6 +20,24 @@ _COLUMNS = ("way", "batch a copy", "bytes a device", "step", "samples/s", "recom
 @table_of.register
 def _(advice: Advice) -> Group:
     return Group(advice_table(advice))
+
+
+@table_of.register
+def _(advice: BatchSizeAdvice) -> Table:
+    measured = f"from measurements at {advice.measured}"
+    table = Table(title=f"Batch sizes within {format_bytes(advice.limit_bytes)}, {measured}")
+    for heading in ("Batch size", "Samples/s", "Peak", "Overhead", "Stages recomputed", ""):
+        table.add_column(heading, justify="right")
+    for option in advice.options:
+        table.add_row(
+            str(option.batch_size),
+            f"{option.samples_per_second:,.0f}",
+            format_bytes(option.peak_bytes),
+            f"{option.plan.overhead:.1%}",
+            str(len(option.plan.recomputed)),
+            "best" if option is advice.best else "",
+        )
+    return table
 
 
 def advice_table(advice: Advice) -> Table:
