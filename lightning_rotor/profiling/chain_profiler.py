@@ -108,15 +108,19 @@ def profile_chain(
             torch's checkpoint by itself.
     """
     require_tensors(sample)
+    # The planner may have to be compiled. It is, in another process, while this one measures.
     prepare_for(len(stages))
     device = tensors_in(sample)[0].device
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
     drawn: set[str] = set()
+    # ``torch.autograd.grad``, by which stages are measured, cannot call the hooks of several parameters.
     with undisturbed(device) as generators, without_hooks_of_several(parameters), _setting_back(drawn, generators):
         meter = meter or meter_for(device)
         if meter.needs_warm_up:
+            # Taken inside of a run, they would be counted as that stage's, and be missing in the next.
             take_workspaces(device)
         inputs = _inputs_of(stages, sample)
+        # All processes scan the same stages: a message in one of them must find its partner in the others.
         with ranks.alike([stage.name for stage in stages]):
             findings = scan(stages, inputs, device, block_bytes=meter.block_bytes, ranks=ranks, unused=unused_outputs)
             profiler = _ChainProfiler(
@@ -304,6 +308,7 @@ class _ChainProfiler:
         for number, boundary in self._walk(self.stages):
             stage = self._chain_stage(number, boundary)
             key = stage.key(())
+            # A stage that one process has seen before must run all the same if another has not.
             if self._ranks.any(key not in seen):
                 with _alone(replace(stage.profiler, boundary=boundary)) as profiler:
                     look_for_messages(profiler)
@@ -314,6 +319,7 @@ class _ChainProfiler:
         for number, boundary in walk(stages, self._inputs):
             yield number, boundary
             for start in self.behaviours[number].starts[:1]:
+                # Only those that the stage draws from: another thread may draw from the others.
                 start.restore(self.behaviours[number].drawn)
 
     def measure(self, progress: Progress | None) -> None:
@@ -325,6 +331,7 @@ class _ChainProfiler:
             assert measurement is not None
             self._chain.append(_MeasuredStage(stage, measurement, ()))
             if previous is not None:
+                # At once, while its input is there: later the chain would have to run up to it again.
                 self._measure_as_given(number - 1, previous)
             previous = boundary
             if progress is not None:
@@ -376,6 +383,7 @@ class _ChainProfiler:
 
     def _measured(self, stage: _ChainStage, profiler: StageProfiler) -> StageMeasurement:
         """A stage's measurement, made now; notes from which generators its backward draws."""
+        # Another thread may draw from those that no stage is known to draw from, so they are left alone.
         before = GeneratorStates(self._device)
         others = before.kinds - self._drawn if before.shared else frozenset()
         with leaving_alone(others):
@@ -402,6 +410,7 @@ class _ChainProfiler:
                 kin = identity, profiler.boundary.signature
                 measurement = with_variants(profiler, measurement, self._compiled, kin, self._variant_seconds)
             if stage.way is not None:
+                # Last, since an inverse is judged against the stage as it is kept.
                 measurement = with_inverse(replace(profiler, way=stage.way), measurement)
             cost = measurement.cost
             # A discarded forward packs each tensor that autograd would save, only to drop it.
@@ -419,6 +428,7 @@ class _ChainProfiler:
                     left[key] = number + 1, layout
         for place, skip in enumerate(self._chain[number].stage.profiler.ends.skips):
             reader = self._next_reader(skip, number)
+            # Nobody behind has been measured that reads it. So its gradient lies like its tensor, as far as is known.
             if reader is None:
                 continue
             measured = self._chain[reader]
@@ -472,6 +482,7 @@ class _ChainProfiler:
         for use in skip.uses:
             reader = self._chain[use]
             place = reader.stage.profiler.ends.skips.index(number)
+            # A reader that makes no gradient for it leaves nothing.
             sizes.append(reader.measurement.gradients.skip_bytes.get(place, 0))
         return replace(skip, gradient_bytes=tuple(sizes))
 
@@ -520,6 +531,7 @@ def _way(
     """The way in which a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
+        # Whoever wrote a layer with an inverse wants to know why no plan uses it.
         kinds = dict.fromkeys(type(inner).__name__ for _, inner in stage.submodules() if is_invertible(inner))
         return None, f"{', '.join(kinds)} is but a part of it" if kinds else ""
     if units_in(stage.modules):

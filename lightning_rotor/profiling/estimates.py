@@ -102,6 +102,7 @@ def estimate_profiles(
 @contextmanager
 def _fused_as_on_cuda() -> Iterator[None]:
     """Context in which operators on the CPU save for their backward what a GPU's do, also where one recomputes."""
+    # At autograd's key: what an operator saves for its backward is decided there.
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
@@ -129,5 +130,6 @@ def _attention(
     **options: Any,
 ) -> Any:
     """Attention without dropout. Fused kernels draw their mask again in the backward, so it takes no memory."""
+    # Decomposed, as the operator itself has just been replaced by this function.
     plain = torch.ops.aten.scaled_dot_product_attention.default
     return plain.decompose(query, key, value, mask, 0.0, *rest, **options)

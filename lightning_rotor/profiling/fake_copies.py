@@ -36,6 +36,7 @@ class _CopyWithValues(private.FakeCopyMode):
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             tensor, memo = args
             if _keeps_values(tensor):
+                # Shared tensors stay shared: a buffer and a batch may refer to the same one.
                 if id(tensor) not in memo:
                     memo[id(tensor)] = private.fake_with_value(self.fake_mode, tensor)
                 return memo[id(tensor)]
@@ -69,6 +70,7 @@ def fake_copy(
     for module in _modules_in(value):
         for held in module.__dict__.values():
             if isinstance(held, (Dataset, DataLoader)):
+                # A data set may be as large as the memory.
                 memo[id(held)] = held
     copying = _CopyWithValues(mode) if with_values else private.FakeCopyMode(mode)
     with copying, copied_as_they_are():
@@ -76,6 +78,7 @@ def fake_copy(
     for module in _modules_in(duplicate):
         _drop_plain_hooks(module)
         if _is_metric(module):
+            # A metric asks for values and adds them up; a dry run has none, and must not end there.
             _give_zero(module)
     return duplicate
 

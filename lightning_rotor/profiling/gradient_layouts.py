@@ -114,6 +114,7 @@ def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
     """Bytes of the distinct memories under some gradients, as far as they do not count elsewhere."""
     sizes: dict[int, int] = {}
     for layout in layouts:
+        # By memory: several gradients in one keep it alive once.
         sizes[layout.memory] = 0 if layout.counts_elsewhere else layout.storage_bytes
     return sum(in_blocks(size_bytes, block_bytes) for size_bytes in sizes.values())
 

@@ -71,6 +71,7 @@ class Recording:
         """End the current phase and begin the next."""
         self.phases.append(MeteredPhase(self._label, self.phase_start_bytes, self.phase_peak_bytes, self.end_bytes))
         self._label = label
+        # A phase that allocates nothing peaks where it starts.
         self.phase_start_bytes = self.end_bytes
         self.phase_peak_bytes = self.end_bytes
 

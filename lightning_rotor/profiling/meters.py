@@ -57,6 +57,7 @@ class Meter(Protocol):
     def recording(self) -> Iterator[Recording]:
         """Record until the context ends. No garbage is collected: CUDA would count what older cycles give back."""
         recording = self.new_recording()
+        # Whoever has switched the collector off finds it switched off.
         collects_garbage = gc.isenabled()
 
         def put_back() -> None:

@@ -26,10 +26,12 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, empty)
 
+    # One by one: a model that does not fit the memory is never there as a whole.
     hook = register_module_parameter_registration_hook(forget_values)
     try:
         return build().train()
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:
+        # NotImplementedError is one, which operators without a kernel for ``meta`` raise.
         raise ModelError(
             f"the model cannot be built without memory: {str(error).splitlines()[0]}. Expected a constructor that "
             "reads no values of weights; use the device 'cpu'"
@@ -42,6 +44,7 @@ def give_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace a model's parameters, buffers and tensors in attributes by fake ones on the CPU, keeping ties."""
     fakes: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
+        # The tables themselves: setting an attribute would run the code of classes that have their own ``__setattr__``.
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
         for table in tables:
             for name, value in table.items():

@@ -85,6 +85,7 @@ def planning_progress(
         return
     done = threading.Event()
     arguments = (stages, done, long_seconds, console)
+    # A daemon, so that a display which hangs cannot keep the process from ending.
     thread = threading.Thread(target=_show_seconds, args=arguments, name="planning progress", daemon=True)
     thread.start()
     try:

@@ -86,12 +86,14 @@ def scan(
         for storage in look.changed:
             cuts -= set(range(storage.born + 1, index + 1))
         for number in wiring.dead[index]:
+            # Few values are held at a time, so that a chain can be measured that does not fit.
             values.pop(number, None)
     given = [storage for number in stages[-1].writes for storage in storages[number]]
     unused_leaves = _places_of_tensors(given, unused)
     for place, storage in enumerate(given):
         if storage is not None and place not in unused_leaves:
             storage.in_output = True
+    # Processes that exchange messages must have the same stages, so a cut that one cannot make is made by none.
     starts = sorted({*ranks.common(cuts), 0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
     return Scan(storages, tuple(behaviours), groups, skips_between(storages, groups), unused_leaves)
@@ -132,6 +134,7 @@ def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...
     # A merged stage hands on the values that later ones read, and the output.
     needed = set(stages[-1].writes)
     merged_stages: list[Stage] = []
+    # From behind, as what a stage hands on is decided by those that come after it.
     for group in reversed(groups):
         members = [stages[index] for index in group]
         merged_stages.append(merge(members, frozenset(needed)))

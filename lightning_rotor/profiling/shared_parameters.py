@@ -35,6 +35,7 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
     waiting = [0] * len(stages)
     for parameter, numbers in readers.items():
         size_bytes = in_blocks(bytes_of(parameter), block_bytes)
+        # Not the first: its backward comes last, and brings the last share.
         for number in range(numbers[0] + 1, numbers[-1] + 1):
             waiting[number] += size_bytes
     return tuple(waiting)
@@ -48,6 +49,7 @@ def shared_later(stages: Sequence[Stage]) -> list[dict[int, bool]]:
     """
     shared_by_stage = list[dict[int, bool]]()
     later_readers = Counter[nn.Parameter]()
+    # Backwards come from the last stage to the first.
     for stage in reversed(stages):
         # FSDP gives each use of a unit gathered parameters of its own, which share nothing.
         learning = [] if units_in(stage.modules) else stage.learning()

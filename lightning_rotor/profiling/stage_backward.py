@@ -84,6 +84,7 @@ class StageBackward:
         Gradients of shared parameters that wait for this stage's come first, too, and take no memory here.
         """
         memories = {**self._elsewhere}
+        # Gradients that lie in one memory are given in one, so that it dies when all of them are read.
         gradients = [layout.ones(memories) for layout in self._layouts]
         self._times.append(self._meter.now())
         return gradients + [parameter.detach() for parameter in self._unsummed]
@@ -100,6 +101,7 @@ class StageBackward:
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
             return Gradients(given_bytes=self._given_bytes)
+        # In this run alone: the parameters are the user's.
         hooks = [_give_up_gradient(parameter) for parameter in self._given_up]
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
@@ -142,6 +144,7 @@ class StageBackward:
             if key < 0:
                 of_link += layouts
             else:
+                # A skip may be read by several tensors, views of it, and has a gradient for each.
                 skip_bytes[key] = memory_bytes(layouts, block_bytes)
             if len(layouts) == 1:
                 only_layouts[key] = layouts[0]
@@ -170,6 +173,7 @@ class _GradientSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: StageBackward, *outputs: torch.Tensor) -> torch.Tensor:
+        # The run and no tensor of it: a context would keep tensors alive as long as the graph.
         ctx.run = run
         # Without elements it takes no memory that would be counted.
         return torch.empty(0, device=outputs[0].device)
@@ -193,6 +197,7 @@ def _give_up_gradient(parameter: torch.Tensor) -> Any:
 
 def _tensors_that_learn(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:
     """The tensors that require gradients, with their keys."""
+    # Keys of the link are below zero, so that they cannot be a skip's place.
     link_numbers = count()
     tensors = []
     for leaf, place in zip(leaves, places, strict=True):

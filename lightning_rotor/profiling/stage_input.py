@@ -69,6 +69,7 @@ class Boundary:
 
     def fresh(self) -> Any:
         """A copy that belongs to the caller alone. It is no leaf of the graph, so it may be changed in place."""
+        # A slice keeps alive all that it is cut from, as in training; leaves that share a storage share it in the copy.
         copies = _Copies(self.leaves)
         fresh = []
         with torch.enable_grad():
@@ -99,6 +100,7 @@ class Boundary:
             if isinstance(leaf, torch.Tensor):
                 leaves.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
             else:
+                # As text, since an object of the user's need have no hash.
                 leaves.append(repr(leaf))
         return str(self.spec), self.requires_grad, tuple(leaves)
 

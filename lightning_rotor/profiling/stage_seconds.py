@@ -130,6 +130,7 @@ class _Runs:
 
     def typical_seconds(self) -> StageSeconds:
         """Seconds of a run like most of those that count."""
+        # Each by itself: a run with a typical forward need have no typical backward.
         forwards, backwards = zip(*self._counting, strict=True)
         forward = typical(forwards)
         with lent_buffers(self._profiler.stage):

@@ -43,6 +43,7 @@ class StepMeter:
             older: On the CPU, sizes by address of older blocks whose frees count, and no others; by default all count.
         """
         recording = self._meter.new_recording(of_step=True, older=older)
+        # Only kept once it runs: if it cannot start, this meter measures nothing.
         recording.start()
         self._recording = recording
 

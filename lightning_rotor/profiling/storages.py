@@ -63,6 +63,7 @@ def storages_of(
 
 def skips_between(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[range]) -> dict[Storage, Skip]:
     """Storages that outlive a link between groups of stages, as skips without gradients, in the order of values."""
+    # The chain's input is made before all of them.
     group_of = {-1: -1}
     for number, group in enumerate(groups):
         group_of.update(dict.fromkeys(group, number))

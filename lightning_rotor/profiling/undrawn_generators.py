@@ -59,8 +59,10 @@ def undrawn(
     try:
         with draws_seen(whole) as certain:
             run()
-    except Exception:  # what is wrong is said by who runs it next
+    except Exception:
+        # What is wrong is said by who runs it next.
         return frozenset()
     drawn = drawn_since(before, run, certain=certain)
+    # Only what this run has drawn: setting back the others would repeat another thread's draws.
     before.restore(drawn)
     return before.kinds - drawn

@@ -53,6 +53,7 @@ def with_variants(
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
             return alone
+        # Only a stage that repeats itself to the bit can tell whether a variant computes the same.
         expected = _repeatable_outcome(profiler, may_draw=compiled.saving_bytes is not None)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
@@ -82,6 +83,7 @@ def with_variants(
     all_profilers = [profiler, *(profilers[variant] for variant in chosen)]
     all_costs = [alone.cost, *(costs[variant] for variant in chosen)]
     key = kin, tuple(chosen), tuple(map(_sizes, all_costs))
+    # By turns and with the stage itself among them, since what a plan compares are differences.
     if key not in known_seconds:
         known_seconds[key] = seconds_by_turns(
             [replace(each, repeats=_MORE_ROUNDS * each.repeats) for each in all_profilers]
@@ -107,9 +109,11 @@ def _measured_variant(
         # The next variant starts from the same buffers.
         with lent_buffers(profiler.stage):
             measurement = profiler.measure()
+    # No fault of the variant's, which may fit another time.
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler's are of any type
+    except Exception as error:
+        # A compiler's are of any type.
         reason = str(getattr(error, "inner_exception", error))
         return reason.partition("\n")[0] or type(error).__name__
     leaves_other_gradients = measurement.gradients.skip_bytes != alone.gradients.skip_bytes
@@ -204,6 +208,7 @@ def _random_gradients(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     """Names of the options, given by falling budget, that take less memory in some respect than each before them."""
+    # By falling budget, so that of two that take the same memory the one that recomputes less stays.
     chosen: list[str] = []
     for name, cost in costs.items():
         if not any(_takes_no_more(costs[better], cost) for better in chosen):
