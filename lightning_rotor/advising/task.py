@@ -42,4 +42,7 @@ class Task:
     def divided(self, copies: int) -> int | None:
         """Samples for each of some copies of the model; None if they do not get equally many."""
         samples, left = divmod(self.batch, copies)
-        return None if left or not samples else samples
+        # Unequal shares would weigh samples unequally: DDP averages over its copies.
+        if left or not samples:
+            return None
+        return samples
