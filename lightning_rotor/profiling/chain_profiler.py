@@ -345,6 +345,7 @@ class _ChainProfiler:
     def _stale_stages(self) -> list[int]:
         """Stages that must be measured again, and need their input for that; last ones first."""
         stale = []
+        # All but the last stage, whose output's gradient is the caller's.
         for number in reversed(range(len(self._chain) - 1)):
             if not self._measure_as_given(number, None):
                 stale.append(number)
@@ -372,6 +373,7 @@ class _ChainProfiler:
         boundary: Boundary | None,
     ) -> StageMeasurement | None:
         """The measurement of a stage, made once for all that look the same; None if it needs a boundary to be made."""
+        # Equal stages share a measurement, whatever layer of the model they are.
         key = stage.key(layouts)
         # Where processes run together, one that knows a stage must run it all the same if another does not.
         if self._ranks.any(key not in self._measurements):
@@ -433,6 +435,7 @@ class _ChainProfiler:
                 continue
             measured = self._chain[reader]
             its_place = measured.stage.profiler.ends.skips.index(skip)
+            # A reader knows a skip by a place of its own.
             its_layout = measured.measurement.gradients.layouts.get(its_place)
             if its_layout is not None:
                 left[place] = reader, its_layout
@@ -472,6 +475,7 @@ class _ChainProfiler:
             shared=self._shared[number],
         )
         identity = stage_identity(stage, self._compiled), boundary.signature
+        # Here, where there is an input to try the inverse on.
         way, objection = _way(number, stage, boundary, draws_random=behaviour.draws_random, state=state)
         return _ChainStage(profiler, identity, way, objection)
 
@@ -516,6 +520,7 @@ class _ChainProfiler:
         stages = []
         for stage, cost in zip(self.stages, chain, strict=True):
             variants = [option.name for option in cost.options[1:] if not option.inverts]
+            # Only the variants that an option stands for: others would be compiled for nothing.
             stages.append(self._compiled.with_variants(stage, variants) if variants else stage)
         return tuple(stages)
 
@@ -538,6 +543,7 @@ def _way(
         return None, "its parameters are gathered for its forward alone"
     if number == 0:
         return None, "the chain's input belongs to the caller"
+    # With a copy of its real input: an inverse may hold for some numbers and not for others.
     against_inverse, against_fused = try_inverse(module, boundary.fresh(), name=stage.name)
     if against_inverse:
         return None, against_inverse

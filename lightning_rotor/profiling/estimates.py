@@ -116,6 +116,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout by the operator that keeps a mask of bytes, as a GPU's does."""
     if not train or p == 0:
         return input
+    # A mask of bytes, where the CPU's own keeps one of floats.
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return dropped
 

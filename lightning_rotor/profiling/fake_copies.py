@@ -91,6 +91,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 def _drop_plain_hooks(module: nn.Module) -> None:
     for kind in private.HOOKS:
         hooks = module.__dict__[kind]
+        # Of a bound method, the object that it belongs to is copied, too.
         for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
             del hooks[key]
 
@@ -103,6 +104,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _give_zero(module: nn.Module) -> None:
     """Let a metric give 0, and nothing else."""
+    # On the instance: other metrics of the class are somebody else's.
     module.__dict__.update(dict.fromkeys(("forward", "compute"), _zero))
     module.__dict__.update(dict.fromkeys(("update", "reset"), _nothing))
 

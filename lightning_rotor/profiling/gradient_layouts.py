@@ -85,6 +85,7 @@ def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
     Plain layouts are left out, so that a stage whose gradients are all plain is not measured again.
     """
     # A reader numbers memories for itself, so a memory is known by both.
+    # A memory that several gradients lie in is no plain one for any of them: they keep each other alive.
     uses: Counter[tuple[int, int]] = Counter()
     counted_here = set()
     for reader, layout in left.values():

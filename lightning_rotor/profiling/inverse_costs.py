@@ -95,6 +95,7 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
 def _run_inverted(profiler: StageProfiler) -> tuple[Option, BackwardPeaks]:
     """Bytes of a run, and peaks of the backward, in which the rebuilt input is for the stage alone, or for others."""
     alone, _ = profiler.recorded_run(hold_input=False, hold_output=profiler.last)
+    # Who holds the input wants it rebuilt, and has it until its own backward is done.
     held, _ = profiler.recorded_run(hold_input=True, hold_output=profiler.last)
     peaks = BackwardPeaks(
         plain_bytes=alone.backward_peak_bytes,

@@ -69,6 +69,7 @@ class Meter(Protocol):
             gc.disable()
             recording.start()
             yield recording
+            # Not behind an exception: then :meth:`Recording.abandon` ends it without reading a log.
             recording.stop()
 
     def now(self) -> Any:

@@ -49,6 +49,7 @@ class _Bar:
 
     def show(self, done: int, total: int) -> None:
         """Tell that so many stages of all are measured."""
+        # The clock is asked when a stage is done, so a bar costs no thread.
         if self._enabled and self._bar is None and self._clock() - self._started >= _LONG_SECONDS:
             self._appear(total)
         if self._bar is not None:

@@ -80,6 +80,7 @@ def scan(
         values.update(zip(stage.writes, look.outputs, strict=True))
         storages.update(zip(stage.writes, look.storages, strict=True))
         made = [storage for leaves in look.storages for storage in leaves if storage is not None]
+        # It makes nothing of its own, so between it and its neighbour there is no memory that a plan could free.
         if all(storage.born < index for storage in made):
             cuts.discard(_cut_at_views(stages, index, made))
         # All between the stage that made a storage and the one that changes it would be recomputed from other values.
@@ -91,6 +92,7 @@ def scan(
     given = [storage for number in stages[-1].writes for storage in storages[number]]
     unused_leaves = _places_of_tensors(given, unused)
     for place, storage in enumerate(given):
+        # What the caller lets go of is not held until the backward.
         if storage is not None and place not in unused_leaves:
             storage.in_output = True
     # Processes that exchange messages must have the same stages, so a cut that one cannot make is made by none.

@@ -82,6 +82,7 @@ def added_gradient_bytes(
         added_here = 0
         left_here = set[nn.Parameter]()
         for parameter, size_bytes in zip(stages[number].learning(), gradient_sizes[number], strict=False):
+            # A stage without shared parameters, such as one of FSDP units, adds to nothing.
             if shared[number] and parameter in left:
                 added_here += size_bytes
             # A sum of sparse gradients is larger than each of them, so what is added to one counts as staying.

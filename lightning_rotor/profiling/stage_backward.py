@@ -98,6 +98,7 @@ class StageBackward:
 
     def gradients(self) -> Gradients:
         """Run the backward once."""
+        # Let go of, so that the graph dies with the backward as in training.
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
             return Gradients(given_bytes=self._given_bytes)
@@ -146,6 +147,7 @@ class StageBackward:
             else:
                 # A skip may be read by several tensors, views of it, and has a gradient for each.
                 skip_bytes[key] = memory_bytes(layouts, block_bytes)
+            # Of several tensors that show one skip, nobody knows which part is whose.
             if len(layouts) == 1:
                 only_layouts[key] = layouts[0]
         return Gradients(

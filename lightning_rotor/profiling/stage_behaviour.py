@@ -210,6 +210,7 @@ def _first_run(
     changed = []
     for leaf, storage, version in zip(leaves, taken, versions, strict=True):
         if storage is not None:
+            # What the stage hands on of its input keeps its storage: a view, or the input itself.
             by_address[address_of(leaf)] = storage
             if version_of(leaf) != version:
                 changed.append(storage)
@@ -246,8 +247,10 @@ def _repeats_itself(
     if ranks.any(not is_likely):
         return False
     if _is_stock(stage):
+        # Torch's own layers change nothing but running statistics, which are lent.
         return is_likely
     states.restore(drawn)
+    # One process that sees other bits is enough for all to keep the stage.
     return not ranks.any(not _same(outputs, outputs_of(stage, boundary)))
 
 

@@ -65,6 +65,7 @@ class StepMeter:
     def stop(self) -> Recording:
         """End and return what was measured."""
         recording = self._recording
+        # First, so that a meter whose recording fails to end can be started again.
         self._recording = None
         if recording is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")

@@ -73,6 +73,7 @@ def skips_between(storages: Mapping[int, tuple[Storage | None, ...]], groups: Se
             if storage is None or storage in skips:
                 continue
             born = group_of[storage.born]
+            # Within a group nothing is cut, so its own uses are no skips.
             uses = tuple(sorted({group_of[use] for use in storage.uses} - {born}))
             if not uses:
                 continue

@@ -52,11 +52,13 @@ def undrawn(
             repeating(),
             dropping_saved(),
         ):
+            # Copies, for the forward may change its input.
             fresh_args, fresh_kwargs = boundary.fresh()
             type(module).forward(module, *fresh_args, **fresh_kwargs)
 
     before = GeneratorStates(device)
     try:
+        # What the module is seen to ask for is its own, whatever other threads do meanwhile.
         with draws_seen(whole) as certain:
             run()
     except Exception:

@@ -218,6 +218,7 @@ def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
 
 def _takes_no_more(cost: StageCost, other: StageCost) -> bool:
     """True if a variant takes at most as much memory as another one in every respect."""
+    # A skip that is saved is held beyond its readers, whatever else takes less.
     if not set(cost.keep.saved_skips) <= set(other.keep.saved_skips):
         return False
     return all(mine <= theirs for mine, theirs in zip(_sizes(cost), _sizes(other), strict=True))
