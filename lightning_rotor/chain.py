@@ -168,6 +168,7 @@ class Option:
 
     def backward_peaks(self, *, gradients_exist: bool) -> BackwardPeaks:
         """Peaks of the backward, where parameters have gradients already or where they do not."""
+        # Where they were not measured, those of a backward whose gradients pile up are as high or higher.
         if gradients_exist and self.accumulating is not None:
             return self.accumulating
         replayed_bytes = self.backward_replayed_peak_bytes

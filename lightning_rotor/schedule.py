@@ -249,6 +249,7 @@ class Schedule:
         for the copy back, for which its backward waits.
         """
         operations: list[str] = []
+        # Copies out begin when the item's forward is done, in the order of the items.
         moved = {move.item for move in self.moves}
         for index, item in enumerate(self.items):
             operations += self._at_point(index)

@@ -277,6 +277,7 @@ class _Boxes:
             label = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
         elif number == len(self.chain) - 1:
             label = f"output {format_bytes(size_bytes)}"
+        # Nothing where all that is handed on are skips, which are written in the boxes.
         elif size_bytes:
             label = format_bytes(size_bytes)
         return Text(f"▼ {label}", _GREY, justify="center")

@@ -21,6 +21,7 @@ PHASE_COLOURS: dict[Phase, tuple[str, str]] = {
     "backward": ("#66A998", "#C7E0D9"),
     "wait": ("#BBBBBB", "#E4E4E4"),
 }
+# Of the same scheme, and far from those of forward and backward.
 INVERSION_COLOURS = ("#332288", "#B8B2D6")
 PHASE_LABELS: dict[Phase, str] = {
     "forward": "forward",

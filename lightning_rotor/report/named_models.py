@@ -74,6 +74,7 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
     base = torch.optim.Optimizer
+    # All that torch has, so that a new one needs no line here.
     kinds: dict[str, type[torch.optim.Optimizer]] = {}
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:

@@ -124,6 +124,7 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, duration: float) -
             label = PHASE_LABELS[phase]
             if has_later_stages:
                 label += ", later stages" if is_later_stage else ", first stage"
+            # Empty, for the legend alone: the bars are one collection with many colours.
             axes.fill_between((), (), facecolor=PHASE_COLOURS[phase][is_later_stage], label=label)
 
 

@@ -62,6 +62,7 @@ def plan_table(
     """
     peak_bytes = reserved_bytes + plan.peak_bytes
     if plain_peak_bytes is None:
+        # The optimizer steps in a plain step as well.
         plain_peak_bytes = max(reserved_bytes + plain_simulation(plan).peak_bytes, final_peak_bytes)
     if limit_bytes is None:
         limit_bytes = reserved_bytes + plan.budget_bytes
@@ -70,6 +71,7 @@ def plan_table(
         title += f", printed again: {printable(reason)}"
     table = Table(title=title, box=box.ROUNDED, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
+    # A long schedule goes on in the next line: a part of it would be another schedule.
     table.add_column(overflow="fold")
     # Does it fit?
     table.add_row("Limit", _limit(limit_bytes, peak_bytes, reserved_bytes))
@@ -114,6 +116,7 @@ def _moved(plan: Plan, link: Link) -> str:
 
 def _add(table: Table, rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
+        # Users' names may hold what rich takes for markup.
         table.add_row(cell(name), cell(value))
 
 
