@@ -27,13 +27,13 @@ _SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 
 def pipelines(task: Task) -> list[Choice]:
     """The fastest number of micro-batches that fits, of each schedule over each number of devices."""
-    found = []
+    choices = []
     for stages in _numbers_of_stages(task):
         for schedule in _SCHEDULES:
             fastest = _fastest(task, stages, schedule)
             if fastest is not None:
-                found.append(fastest)
-    return found
+                choices.append(fastest)
+    return choices
 
 
 def _fastest(task: Task, stages: int, schedule: PipelineScheduleName) -> Choice | None:

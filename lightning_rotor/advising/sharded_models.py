@@ -31,12 +31,12 @@ def sharded_models(task: Task) -> list[Choice]:
     if sharding is None or samples is None or task.cluster.size == 1:
         return []
     chain = sharding.costs.at(samples)
-    found = []
+    choices = []
     for reshard in (True, False):
         choice = Spread(task, sharding, chain, samples, reshard=reshard).fastest()
         if choice is not None:
-            found.append(choice)
-    return found
+            choices.append(choice)
+    return choices
 
 
 class Spread:

@@ -22,15 +22,15 @@ from lightning_rotor.simulator import Event
 
 def whole_models(task: Task) -> list[Choice]:
     """The fastest number of accumulated batches that fits, on one device and under DDP on all."""
-    found = []
+    choices = []
     # Once, where there is one device.
     for copies in dict.fromkeys((1, task.cluster.size)):
         samples = task.divided(copies)
         if samples is not None:
             fastest = _fastest(task, copies, samples)
             if fastest is not None:
-                found.append(fastest)
-    return found
+                choices.append(fastest)
+    return choices
 
 
 def _fastest(task: Task, copies: int, samples: int) -> Choice | None:

@@ -55,10 +55,14 @@ class SizeBound:
 
 def bound_at(wanted: Shapes, measured: Sequence[tuple[Shapes, Chain]]) -> SizeBound | None:
     """The lowest bound for some shapes; None if all that was measured is much smaller."""
+
+    def by_bytes(candidate: _Candidate) -> tuple[float, bool]:
+        return candidate.total_bytes, not candidate.is_near
+
     # Many bounds are possible, and only the best is put together.
-    candidates = sorted(_candidates(wanted, measured), key=lambda each: (each.total_bytes, not each.is_near))
-    for candidate in candidates:
-        with suppress(UnlikeChainsError):  # two measurements that differ in more than sizes
+    for candidate in sorted(_candidates(wanted, measured), key=by_bytes):
+        # Two measurements that differ in more than sizes have no line between them, and others may.
+        with suppress(UnlikeChainsError):
             return SizeBound(candidate.chain(), candidate.measurement, candidate.is_near)
     return None
 

@@ -185,6 +185,7 @@ class AssumedArrays(TorchFunctionMode):
             return self._array(args[0])
         if func is torch.Tensor.__deepcopy__:
             return _copied(*args)
+        # Of padded sequences the third argument is the list of weights, of packed ones it is the state.
         if func in private.RECURRENT and isinstance(args[2], (torch.Tensor, tuple)) and is_fake(args[0]):
             return _run_packed(func, *args)
         if func is private.pad_sequences and is_fake(args[0]):
@@ -223,7 +224,7 @@ def _run_packed(
     is_lstm = isinstance(state, tuple)
     states = state if is_lstm else (state,)
     # One sequence starts from one state: the second dimension is the batch.
-    first_states = tuple(each[:, :1].contiguous() for each in states)
+    first_states = tuple(state_of_all[:, :1].contiguous() for state_of_all in states)
     batch_first = False
     output, *last_states = func(data.unsqueeze(1), first_states if is_lstm else first_states[0], *settings, batch_first)
     expanded = [last.expand_as(given) for last, given in zip(last_states, states, strict=True)]

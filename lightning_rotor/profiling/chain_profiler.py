@@ -233,6 +233,7 @@ class _MeasuredStage:
 def _alone(profiler: StageProfiler) -> Iterator[StageProfiler]:
     """Context in which a stage can run as often as one likes, and leaves everything as it was."""
     with (
+        # All the time: a message in the middle of a measured run would wait for other processes.
         gathered(units_in(profiler.stage.modules)),
         kept_attributes(profiler.stage, keep_parameters=False) as before,
         lent_buffers(profiler.stage),
@@ -300,10 +301,9 @@ class _ChainProfiler:
         self._chain: list[_MeasuredStage] = []
 
     def look_for_messages(self) -> None:
-        """Run all stages with their backwards, those that look the same once: the scan has seen forwards alone.
-
-        That comes before anything that may end measuring on one process, as a profiler does that is taken there.
-        """
+        """Run all stages with their backwards, those that look the same once."""
+        # The scan has seen forwards alone. This comes before anything that may end measuring on one process, as a
+        # profiler does that is taken there.
         seen = set[Any]()
         for number, boundary in self._walk(self.stages):
             stage = self._chain_stage(number, boundary)
@@ -337,6 +337,7 @@ class _ChainProfiler:
             if progress is not None:
                 progress(number + 1, len(self.stages))
         # What a stage is given depends on later ones alone, so each forward is enough for at least the last of these.
+        # Longer rows of unlike stages that hand on an order are rare, so there are few rounds.
         while stale := self._stale_stages():
             for number, boundary in self._walk(self.stages[: stale[0] + 1]):
                 if number in stale:

@@ -82,6 +82,7 @@ def estimate_profiles(
     give_fake_tensors(model, mode)
     meter = EstimatingMeter(accelerator, block_bytes=block_bytes_of(like))
     try:
+        # Of the CPU, on which the fake tensors are, whatever device is estimated.
         with mode, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None), unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)
             cut = sequentialize(model, args, kwargs)
@@ -130,7 +131,8 @@ def _attention(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Attention without dropout. Fused kernels draw their mask again in the backward, so it takes no memory."""
+    """Attention as a GPU's fused kernel saves it: without the mask of dropout."""
+    # Fused kernels draw their mask again in the backward, so it takes no memory.
     # Decomposed, as the operator itself has just been replaced by this function.
     plain = torch.ops.aten.scaled_dot_product_attention.default
     return plain.decompose(query, key, value, mask, 0.0, *rest, **options)

@@ -77,6 +77,7 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         # Results in place and views are made by an operator as well; their storages are counted already.
         for tensor in made:
             self._count_until_freed(tensor.untyped_storage())
+        # A view is a matter of the host, and takes no kernel.
         if made and not _is_view(func, made, storages_before):
             moved_bytes = _bytes_of_storages([*taken, *made])
             element_bytes = min(tensor.element_size() for tensor in made)

@@ -33,6 +33,7 @@ class _CopyWithValues(private.FakeCopyMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        # Subclasses are copied by their own rules: a parameter loses its values, and others have insides.
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             tensor, memo = args
             if _keeps_values(tensor):
@@ -57,8 +58,8 @@ def fake_copy(
 ) -> Any:
     """A deep copy with fake tensors in the place of tensors.
 
-    Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, since what they
-    write to is not copied, and metrics give 0, since most look at values. Data sets are not copied.
+    Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, and metrics give
+    0. Data sets are not copied.
 
     Args:
         value: A module or anything else; modules are looked for here and in a tuple or list of values.
@@ -76,9 +77,10 @@ def fake_copy(
     with copying, copied_as_they_are():
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
+        # What they write to is not copied.
         _drop_plain_hooks(module)
         if _is_metric(module):
-            # A metric asks for values and adds them up; a dry run has none, and must not end there.
+            # Most look at values, of which a dry run has none.
             _give_zero(module)
     return duplicate
 

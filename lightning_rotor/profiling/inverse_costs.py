@@ -69,6 +69,7 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
     accumulating = None
     if keep.accumulating is not None:
         _, accumulating = _run_inverted(replace(profiler, gradients_exist=True))
+    # Only the backward's, whose rebuilding of the input the kept stage does not have.
     (seconds,) = seconds_by_turns([profiler])
     return replace(
         alone,

@@ -77,6 +77,7 @@ class Recording:
 
     def count(self, size_bytes: int) -> None:
         """Add a block that was taken, or given back if its size is negative."""
+        # Also below the start: a step gives back what earlier ones have taken.
         self.end_bytes += size_bytes
         self.phase_peak_bytes = max(self.phase_peak_bytes, self.end_bytes)
 

@@ -14,11 +14,7 @@ from lightning_rotor.private.torch_names import FakeTensorMode
 
 
 def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """A model in training mode whose parameters are on ``meta``; ModelError if its constructor reads their values.
-
-    Parameters lose their memory one by one as they are registered. Under ``torch.device("meta")`` constructors that
-    make a tensor to compute with it would fail.
-    """
+    """A model in training mode whose parameters are on ``meta``; ModelError if its constructor reads their values."""
 
     def forget_values(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         if not parameter.is_meta:
@@ -26,7 +22,8 @@ def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
             empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             torch.utils.swap_tensors(parameter, empty)
 
-    # One by one: a model that does not fit the memory is never there as a whole.
+    # Parameters lose their memory one by one as they are registered, so a model that does not fit is never there as a
+    # whole. Under ``torch.device("meta")`` constructors that make a tensor to compute with it would fail.
     hook = register_module_parameter_registration_hook(forget_values)
     try:
         return build().train()

@@ -76,14 +76,12 @@ class _Bar:
 def planning_progress(
     stages: int, *, enabled: bool = True, long_seconds: float = _LONG_SECONDS, console: Console | None = None
 ) -> Iterator[None]:
-    """Show that a chain is being planned once that takes long, until the end.
-
-    The planner does not know how much is left, and its compiled loops give Python's lock away: so another thread shows
-    the seconds that have passed.
-    """
+    """Show for how many seconds a chain is being planned once that takes long, until the end."""
     if not enabled or stages < _LONG_CHAIN:
         yield
         return
+    # The planner does not know how much is left, and its compiled loops give Python's lock away. So another thread
+    # shows the seconds that have passed.
     done = threading.Event()
     arguments = (stages, done, long_seconds, console)
     # A daemon, so that a display which hangs cannot keep the process from ending.

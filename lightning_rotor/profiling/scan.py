@@ -74,6 +74,7 @@ def scan(
         for storage in taken:
             if storage is not None:
                 storage.uses.add(index)
+        # Not only the first stage may read what the chain is called with.
         is_first = not inputs.keys().isdisjoint(stage.reads)
         look = look_at(stage, index, boundary, taken, device, block_bytes, is_first=is_first, ranks=ranks)
         behaviours.append(look.behaviour)
@@ -108,14 +109,15 @@ def _places_of_tensors(leaves: Sequence[Storage | None], numbers: Collection[int
 
 
 def _cut_at_views(stages: Sequence[Stage], index: int, made: Sequence[Storage]) -> int:
-    """The cut that goes where a stage makes nothing but views: the one before the stage, or the one behind it.
-
-    A view may join either neighbour. But nothing comes before one of the chain's input, and whatever joins an
-    invertible stage takes its inverse away.
-    """
+    """The cut that goes where a stage makes nothing but views: the one before the stage, or the one behind it."""
+    if index == len(stages) - 1:
+        return index
+    # A view may join either neighbour. But nothing comes before one of the chain's input, and whatever joins an
+    # invertible stage takes its inverse away.
     is_of_input = all(storage.born < 0 for storage in made)
-    joins_next = index < len(stages) - 1 and (is_of_input or stages[index - 1].invertible is not None)
-    return index + 1 if joins_next else index
+    if is_of_input or stages[index - 1].invertible is not None:
+        return index + 1
+    return index
 
 
 def walk(stages: Sequence[Stage], inputs: Mapping[int, Boundary]) -> Iterator[tuple[int, Boundary]]:

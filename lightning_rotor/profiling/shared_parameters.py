@@ -44,8 +44,7 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
 def shared_later(stages: Sequence[Stage]) -> list[dict[int, bool]]:
     """For each stage, numbers in ``Stage.learning()`` of the parameters that later stages share.
 
-    The value is True if exactly one later stage shares the parameter: its gradient is then no sum yet, and the first
-    addition takes a new tensor.
+    The value is True if exactly one later stage shares the parameter.
     """
     shared_by_stage = list[dict[int, bool]]()
     later_readers = Counter[nn.Parameter]()
@@ -55,6 +54,7 @@ def shared_later(stages: Sequence[Stage]) -> list[dict[int, bool]]:
         learning = [] if units_in(stage.modules) else stage.learning()
         shared = {}
         for number, parameter in enumerate(learning):
+            # The gradient of a single later reader is no sum yet, so the first addition takes a new tensor.
             if later_readers[parameter]:
                 shared[number] = later_readers[parameter] == 1
         shared_by_stage.append(shared)

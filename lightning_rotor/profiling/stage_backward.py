@@ -186,13 +186,13 @@ class _GradientSource(torch.autograd.Function):
 
 
 def _give_up_gradient(parameter: torch.Tensor) -> Any:
-    """Hook a parameter so that its gradient is freed at once; the handle removes the hook.
-
-    autograd.grad returns all gradients at its end. A tensor like the gradient takes its place, and no memory.
-    """
+    """Hook a parameter so that its gradient is freed at once; the handle removes the hook."""
 
     def replacement(gradient: torch.Tensor) -> torch.Tensor | None:
-        return parameter.detach() if gradient.layout == torch.strided else None
+        # autograd.grad returns all gradients at its end. A tensor like the gradient takes its place, and no memory.
+        if gradient.layout == torch.strided:
+            return parameter.detach()
+        return None
 
     return parameter.register_hook(replacement)
 
@@ -228,11 +228,11 @@ def _tensors_with_given_gradients(
 def _layouts_for(tensors: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout]:
     """The layout of the gradient of each of these tensors: as given, or else like its tensor."""
     uses_of_keys = Counter(key for _, key in tensors)
-    found = []
+    layout_of_each = []
     for number, (tensor, key) in enumerate(tensors):
         # Nobody knows how a skip's gradient is spread over several tensors that show it.
         layout = layouts.get(key) if uses_of_keys[key] == 1 else None
         if layout is None or layout.shape != tensor.shape:
             layout = Layout.like(tensor, ~number)
-        found.append(layout)
-    return found
+        layout_of_each.append(layout)
+    return layout_of_each

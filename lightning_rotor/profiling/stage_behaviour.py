@@ -287,7 +287,8 @@ def _tensors_of(boundaries: Sequence[Boundary]) -> list[torch.Tensor]:
 
 
 def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
-    """True if an RReLU made these outputs: it saves its noise, where a recomputation may end, before it draws it."""
+    """True if an RReLU made these outputs."""
+    # It saves its noise, where a recomputation may end, before it draws it.
     nodes = graph_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
     return any(name_of_node(node).startswith("Rrelu") for node in nodes)
 
@@ -306,8 +307,12 @@ def _differs(lent: torch.Tensor | None, original: torch.Tensor) -> bool:
 
 
 def _may_draw(stage: Stage) -> bool:
-    """True if a stage could draw random numbers in some step: a probability may be raised, user code do anything."""
-    return not _is_stock(stage) or any(isinstance(module, DRAWING) for _, module in stage.submodules())
+    """True if a stage could draw random numbers in some step."""
+    # User code may do anything.
+    if not _is_stock(stage):
+        return True
+    # A layer that draws nothing now may do so once its probability is raised.
+    return any(isinstance(module, DRAWING) for _, module in stage.submodules())
 
 
 def _is_stock(stage: Stage) -> bool:

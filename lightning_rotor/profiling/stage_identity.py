@@ -42,10 +42,8 @@ def stage_identity(
 
 
 def _wires(stage: Stage) -> list[Any]:
-    """Values that the modules of a stage take and make, in the order of their first use in the stage.
-
-    Values have numbers in the whole chain, which differ between equal stages.
-    """
+    """Values that the modules of a stage take and make, in the order of their first use in the stage."""
+    # Not by their numbers in the whole chain, which differ between equal stages.
     numbers_by_wire = []
     for wire in (*stage.wiring.steps, stage.wiring.wire):
         numbers_by_wire += [wire.reads, wire.writes]

@@ -176,6 +176,7 @@ class StageProfiler:
         measurement = self._measure_bytes()
         keep = measurement.cost.keep
         least_bytes = _NEGLIGIBLE_SHARE * keep.backward_held_peak_bytes
+        # Processes that exchange messages must run a stage equally often, and sizes may differ between them.
         is_negligible = keep.parameter_gradient_bytes <= least_bytes and not self.ranks.together
         if self.accumulating and not is_negligible:
             # A whole measurement more, for most stages with parameters. So callers say if no budget will ask for it.
@@ -205,6 +206,7 @@ class StageProfiler:
             # Nothing is recomputed for such a backward.
             segment_peak_bytes = alone.backward_peak_bytes
         replayed = alone
+        # Of a recomputation alone are saved tensors given up once they are read.
         if self.recomputable and keep.saved_tensors:
             replayed, _ = self.recorded_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
         option = replace(
@@ -247,6 +249,7 @@ class StageProfiler:
                 output = self.run(value, source)
             leaves = tree_leaves((value, output))
             for leaf, place in zip(leaves, (*self.ends.inputs, *self.ends.outputs), strict=True):
+                # By storage: autograd may have saved a view of the skip.
                 if place is not None and address_of(leaf) in saved.addresses:
                     saved_skips.add(place)
             return output
@@ -353,6 +356,7 @@ class StageProfiler:
             backward_held_peak_bytes=backward_peak_bytes,
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=sum(gradients.parameters),
+            # Of every saved output: nobody can tell by its bytes whether the backward needs each of its bits.
             needs_exact_output=saved_output_bytes > 0,
             forward_seconds=0.0,
             replay_seconds=0.0,

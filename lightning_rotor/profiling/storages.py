@@ -77,6 +77,7 @@ def skips_between(storages: Mapping[int, tuple[Storage | None, ...]], groups: Se
             uses = tuple(sorted({group_of[use] for use in storage.uses} - {born}))
             if not uses:
                 continue
+            # What the next group alone reads is no skip, unless the caller gets it as well.
             is_link = uses == (born + 1,)
             stays_in_output = storage.in_output and storage.size_bytes > 0
             if not is_link or stays_in_output:

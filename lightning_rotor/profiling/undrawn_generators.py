@@ -50,6 +50,7 @@ def undrawn(
             lent_buffers(whole),
             torch.enable_grad(),
             repeating(),
+            # Nothing goes back here, so nothing that a backward would need is kept.
             dropping_saved(),
         ):
             # Copies, for the forward may change its input.
