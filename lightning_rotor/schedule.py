@@ -436,7 +436,7 @@ def shorten(text: str) -> str:
     return f"{text[:_MOST_SHOWN]}…"
 
 
-# At most nine digits: Python refuses to read numbers of thousands, which a damaged file may have.
+# At most nine digits: of a damaged file there may be thousands, which Python refuses to read.
 _LEAVES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MOVE = re.compile(r">(?:(b?)([0-9]{1,9}))?(?:<([0-9]{1,9}))?")
 

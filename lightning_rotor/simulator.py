@@ -88,7 +88,7 @@ class Simulation:
         """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
         plain = self.seconds - self.recompute_seconds
         if plain <= 0:
-            # Of costs without seconds, as tests and estimates have them.
+            # Of costs without seconds.
             return 0.0
         return self.recompute_seconds / plain
 

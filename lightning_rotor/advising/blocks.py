@@ -58,7 +58,8 @@ def _holds_containers(module: nn.Module) -> bool:
 
 
 def _calls_no_members(module: nn.Module) -> bool:
-    """True if a container's members may be units: ``fully_shard`` works where a module is called."""
+    """True if a container's members may be units."""
+    # ``fully_shard`` works where a module is called, and nobody calls a ModuleList.
     return all(not isinstance(child, nn.ModuleList) for child in module.children())
 
 

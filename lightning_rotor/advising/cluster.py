@@ -127,12 +127,10 @@ class Cluster:
         return Link(speed, self.network.latency_seconds)
 
     def gather_seconds(self, size_bytes: float, processes: int, *, apart: int = 1) -> float:
-        """Seconds in which processes bring their parts of ``size_bytes`` together, or spread sums over themselves.
-
-        Around a ring, ``n - 1`` messages of an n-th each, one after the other.
-        """
+        """Seconds in which processes bring their parts of ``size_bytes`` together, or spread sums over themselves."""
         if processes == 1 or not size_bytes:
             return 0.0
+        # Around a ring, ``n - 1`` messages of an n-th each, one after the other.
         link = self._collective_link(processes, apart)
         return (processes - 1) * (link.latency_seconds + size_bytes / processes / link.bytes_per_second)
 

@@ -70,11 +70,11 @@ class SpreadParameters:
         return cls(tuple(listed))
 
     def shard_bytes(self, processes: int, *, learning: bool = False) -> int:
-        """Bytes of one process's part, of what learns alone if asked. All parts are padded to the largest."""
+        """Bytes of one process's part, of what learns alone if asked."""
         size_bytes = 0
         for rows, row_bytes, learns in self.parameters:
             if learns or not learning:
-                # Whole rows: FSDP2 cuts parameters along their first dimension.
+                # Whole rows: FSDP2 cuts parameters along their first dimension, and pads all parts to the largest.
                 own_rows = -(-rows // processes)
                 size_bytes += own_rows * row_bytes
         return size_bytes
@@ -271,6 +271,7 @@ def _resident(
             # torch's default on GPUs, which it cannot tell from tensors without a device.
             if like == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
+    # On meta: only its bytes count.
     batch = [spec.make(device, floating=precision.floating) for spec in inputs]
     return ResidentMemory.of(model, model, optimizers, batch, device)
 

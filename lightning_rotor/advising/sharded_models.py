@@ -139,7 +139,8 @@ class Spread:
 
 
 def unit_sizes(unit: SpreadParameters, processes: int) -> UnitSizes:
-    """Bytes of a unit and of its messages, with the padding that makes all shards as large."""
+    """Bytes of a unit and of its messages."""
+    # A message has all shards, each padded to the largest.
     shard_bytes = unit.shard_bytes(processes)
     learning_bytes = unit.shard_bytes(processes, learning=True)
     return UnitSizes(

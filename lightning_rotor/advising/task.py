@@ -32,10 +32,8 @@ class Task:
     limit_text: str
 
     def optimizer_seconds(self, learning_bytes: float) -> float:
-        """Seconds of an optimizer's step over so many bytes of parameters, which memory decides.
-
-        It reads parameters, gradients and state, and writes parameters and state.
-        """
+        """Seconds of an optimizer's step over so many bytes of parameters, which memory decides."""
+        # It reads parameters, gradients and state, and writes parameters and state.
         moved_bytes = learning_bytes * (3 + 2 * self.costs.state_scale)
         return moved_bytes / (_BANDWIDTH_EFFICIENCY * self.cluster.gpu.bandwidth)
 

@@ -48,6 +48,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     parts = []
     for end, size in zip(ends, sizes, strict=True):
         part = []
+        # What has no row for each sample, such as a table or a number, is the whole batch's.
         for leaf in leaves:
             part.append(leaf[end - size : end] if _has_rows(leaf, ends[-1]) else leaf)
         parts.append(tree_unflatten(part, spec))

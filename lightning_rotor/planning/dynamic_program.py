@@ -168,19 +168,19 @@ class Table:
         self._fill((self._stages - 1, self._stages), (0, self._stages))
 
 
-def _room_for(a: Requirements, size: int) -> Rows:
+def _room_for(needs: Requirements, size: int) -> Rows:
     """Empty rows for a table. Memory that no row needs is never touched, and so never taken."""
-    n = len(a.endings)
+    n = len(needs.endings)
     # Rows of each area: bodies by first stage, then rests by last stage.
-    of_bodies = a.variants * (n - np.arange(n))
-    of_rests = a.endings * a.class_before[1:]
+    of_bodies = needs.variants * (n - np.arange(n))
+    of_rests = needs.endings * needs.class_before[1:]
     counts = np.concatenate([of_bodies, of_rests])
     # Row 0 is zero everywhere, and needs a single number.
     rows = np.cumsum([1, *counts])
     starts = np.cumsum([1, *(counts * size)])
     spans = np.zeros((int(rows[-1]), 3), np.int64)
     spans[1:, FIRST] = NEVER
-    # Not from NumPy, whose huge pages would be taken as a whole. Most rows store a quarter of what there is room for.
+    # Not from NumPy, whose huge pages would be taken as a whole: about a quarter of all numbers is ever stored.
     memory = mmap(-1, 8 * int(starts[-1]), MAP_PRIVATE | MAP_ANONYMOUS)
     values = np.frombuffer(memory)
     values[0] = 0.0
@@ -189,7 +189,7 @@ def _room_for(a: Requirements, size: int) -> Rows:
 
 def _cores() -> int:
     """Number of cores that this process may use."""
-    # Only Linux tells those of a process: containers and schedulers of clusters give fewer than the machine has.
+    # Not every system tells. Containers and schedulers of clusters give a process fewer than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

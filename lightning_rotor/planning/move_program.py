@@ -111,13 +111,13 @@ class MoveProgram:
         unit = budget_bytes / slots
         self._chain = chain
         self.slots = slots + _MORE_SLOTS
-        self._a = requirements_of(chain, unit=unit, refined=refined, **step)
-        table = Table(self._a, slots=self.slots)
+        self._needs = requirements_of(chain, unit=unit, refined=refined, **step)
+        table = Table(self._needs, slots=self.slots)
         table.solve()
-        self._t = table.rows
+        self._table = table.rows
         self._bodies = Bodies(table)
         # The first of those that pay for the input.
-        self._sources = self._a.bare.shape[1] - 1
+        self._sources = self._needs.bare.shape[1] - 1
         # One speed for both ways: ``q`` stands for the copies back as well, as the slower ones need it.
         speed = min(link.out, link.back)
         self._slot_seconds = unit / speed
@@ -176,7 +176,7 @@ class MoveProgram:
 
     def _solve(self, first: int) -> None:
         top = len(self._chain) - 1
-        classes = int(self._a.class_before[first + 1] - self._a.class_before[first])
+        classes = int(self._needs.class_before[first + 1] - self._needs.class_before[first])
         first_class = self._sources
         if first == 0:
             # Of the chain's input the caller holds everything.
@@ -192,9 +192,11 @@ class MoveProgram:
 
     def _keep(self, rest: _Rest, first: int, top: int, source: int) -> None:
         """Ways that keep a stage."""
-        choices = kept(self._a, self._t, first, top, 0, source)
-        needs = (self._a.ended[top, 0] if first == top else self._a.kept[first])[source]
-        options = self._a.bare.shape[2]
+        choices = kept(self._needs, self._table, first, top, 0, source)
+        ways = self._needs.kept[first, source]
+        if first == top:
+            ways = self._needs.ended[top, 0, source]
+        options = self._needs.bare.shape[2]
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             option = number % options
             size = int(choices.shift[number])
@@ -203,7 +205,7 @@ class MoveProgram:
             if first == top:
                 rest.lower(seconds, _Way(option, first, size, 0, 0, 0, 0, moves=False))
                 continue
-            way = _Way(option, first, size, 0, 0, 0, int(needs[CLASS, number]), moves=False)
+            way = _Way(option, first, size, 0, 0, 0, int(ways[CLASS, number]), moves=False)
             self._lower(rest, first, seconds, way)
             # An inverted stage drops what it would move. Which items can, ``simulator.movable`` decides in the end.
             if size > 0 and not self._chain.stages[first].options[option].inverts:
@@ -211,16 +213,16 @@ class MoveProgram:
 
     def _segment(self, rest: _Rest, first: int, top: int, source: int) -> None:
         """Ways that begin with a segment."""
-        a = self._a
+        needs = self._needs
         paid = 0
         least = 0
         variant = 0
         if first:
             # The caller pays for the chain's input, each segment for its own.
-            paid = int(a.input_slots[first])
-            least = int(a.segment_least[1, first, source])
-            variant = int(a.segment_variant[1, first, source])
-        choices = segments(a, self._t, first, top, 0, variant)
+            paid = int(needs.input_slots[first])
+            least = int(needs.segment_least[1, first, source])
+            variant = int(needs.segment_variant[1, first, source])
+        choices = segments(needs, self._table, first, top, 0, variant)
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             body_shift = paid + int(choices.shift[number])
             behind = int(choices.other_shift[number])
@@ -237,11 +239,11 @@ class MoveProgram:
 
     def _body_seconds(self, choices: Choices, number: int) -> Seconds:
         """Seconds of the body of a segment, by memory."""
-        start, first, last = self._t.spans[choices.row[number]].tolist()
+        start, first, last = self._table.spans[choices.row[number]].tolist()
         seconds: Seconds = np.full(self.slots + 1, np.inf)
         if first <= self.slots:
             there: Integers = np.arange(first, self.slots + 1)
-            seconds[first:] = self._t.values[start + np.minimum(there, last)] + choices.seconds[number]
+            seconds[first:] = self._table.values[start + np.minimum(there, last)] + choices.seconds[number]
         return seconds
 
     def _lower(self, rest: _Rest, first: int, seconds: Seconds, way: _Way) -> None:

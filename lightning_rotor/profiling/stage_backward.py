@@ -145,7 +145,7 @@ class StageBackward:
             if key < 0:
                 of_link += layouts
             else:
-                # A skip may be read by several tensors, views of it, and has a gradient for each.
+                # Several tensors may show a skip, views of it, and each has a gradient.
                 skip_bytes[key] = memory_bytes(layouts, block_bytes)
             # Of several tensors that show one skip, nobody knows which part is whose.
             if len(layouts) == 1:

@@ -102,6 +102,7 @@ def advice_table(advice: Advice) -> Table:
 
 
 def _batch(choice: Choice) -> str:
+    # What a device holds follows from the parts in which it has its batch.
     if choice.micro_batches > 1:
         return f"{choice.batch_per_device} in {choice.micro_batches}"
     if choice.accumulated > 1:

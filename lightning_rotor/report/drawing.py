@@ -234,6 +234,7 @@ class _Boxes:
             treatment = self._treatment(number)
             notes = self._skips(number)
         else:
+            # The backward of the last operator comes first.
             labels = labels[::-1]
             treatment = format_seconds(option.backward_seconds)
             notes = self._backward(number, self.again.get(number))
