@@ -156,6 +156,7 @@ def _ways(task: Task) -> tuple[list[Choice], dict[str, str]]:
 
 
 def _why_not(task: Task, copies: int) -> str:
+    # Before memory: where the batch cannot be shared out, no plan was asked for.
     if task.divided(copies) is None:
         return f"{task.batch} samples cannot be divided among {copies} devices"
     return f"no plan fits {format_bytes(task.limit_bytes)}"

@@ -61,6 +61,7 @@ def _trainer(task: Task, *arguments: str, accumulated: int = 1, plans: bool = Tr
     listed = [*arguments, f'precision="{task.precision}"']
     if accumulated > 1:
         listed.append(f"accumulate_grad_batches={accumulated}")
+    # Of every way but pipelines: on a limit that plain training keeps, the callback recomputes nothing.
     if plans:
         listed.append(f'callbacks=[RotorCallback("{task.limit_text}")]')
     return f"trainer = L.Trainer({', '.join(listed)})"

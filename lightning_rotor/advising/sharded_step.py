@@ -95,6 +95,7 @@ class _Walk:
         # When the gathering of a unit ahead may begin.
         self._may_gather = 0.0
         self._note(rest.gathered_bytes)
+        # The message that brings the rest of the model, and what is copied out of it, are there together.
         self._message = rest.gathered_bytes
         self._base = rest.gathered_bytes
         self._note()
