@@ -364,11 +364,12 @@ class ModulePlans:
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
             return None  # other calls share the budget
-        known = []
+        # Behind other calls, a plan may have been made for another part of the budget.
+        of_this_turn = []
         for other, prepared in self.cache.planned():
-            if prepared.turn == turn and other.differs_in_sizes(signature):
-                known.append((other, prepared))
-        found = covering(signature, known)
+            if prepared.turn == turn:
+                of_this_turn.append((other, prepared))
+        found = covering(signature, of_this_turn)
         if found is None:
             return None
         larger, lost_seconds = found
