@@ -36,7 +36,8 @@ from lightning_rotor.planned.budget_source import (
     ProfilerBusy,
 )
 from lightning_rotor.planned.compiled_steps import PRESSED, CompiledSteps
-from lightning_rotor.planned.joint_plans import JointPlans, has_room
+from lightning_rotor.planned.joint_paths import has_room
+from lightning_rotor.planned.joint_plans import JointPlans
 from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
