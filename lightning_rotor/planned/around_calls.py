@@ -78,6 +78,7 @@ class AroundCalls:
             return measured.for_size(wanted_bytes)
         by_name: dict[str, Outside] = {}
         most = Outside()
+        # A module that is called several times has the most of its calls: nobody knows which of them this one is.
         for key, outside in zip(other, measured.outside, strict=True):
             by_name[key.name] = outside.at_least(by_name.get(key.name, outside))
             most = most.at_least(outside)
@@ -93,6 +94,8 @@ class AroundCalls:
         best_rank = (0, False, 0)
         for other, measured in self._measured.items():
             in_common = len(names & {key.name for key in other})
+            # Of paths with the same modules, the same order goes before a near size: what is behind a call moves with
+            # its place.
             rank = in_common, are_alike(path, other), -abs(measured.kept_bytes - wanted_bytes)
             if best is None or rank > best_rank:
                 best = other

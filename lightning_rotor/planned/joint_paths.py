@@ -53,6 +53,7 @@ def has_room(calls: Sequence[Call]) -> bool:
     """True if the plan of each call that waits was made for no less than what the earlier ones hold."""
     held_bytes = 0
     for call in calls:
+        # None: the call was planned by itself, as if nothing waited.
         room_bytes = call.prepared.room_bytes
         if room_bytes is None or held_bytes > room_bytes:
             return False

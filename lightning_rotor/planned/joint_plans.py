@@ -60,7 +60,7 @@ class JointPlans:
         self._planner = PathPlanner(source, budget, self._around, self._searching, slots=slots)
         self._order = CallOrder()
         self._lent = PlansWithRoom(self._order)
-        # The path that was planned last is the last entry.
+        # The path that was planned last is the last entry. Steps that never repeat would make ever more of them.
         self._plans: dict[Path, StepPlan] = {}
         self.newest: StepPlan | None = None
 
@@ -85,6 +85,8 @@ class JointPlans:
         plan = self._plans.get(path_of(calls))
         if plan is None:
             return True
+        # On the chain of now, with what the last step has shown: the peak that the running plans were made for is of
+        # an older one.
         as_run = concatenated([call.plan.schedule for call in calls])
         conditions = with_link_of([call.plan for call in calls], plan.conditions)
         return plan.peak_bytes < simulate(plan.chain, as_run, **conditions).peak_bytes
@@ -112,6 +114,7 @@ class JointPlans:
         in_class = signature
         entry = plans.cache.use(signature, turn)
         if not isinstance(entry, Prepared):
+            # Sizes that differ a little share a plan, or nearly every call would be planned.
             in_class = plans.classes.of(signature)
             entry = plans.cache.use(in_class, turn)
         if not isinstance(entry, Prepared):
@@ -121,6 +124,7 @@ class JointPlans:
             return self._planned_now(plans, signature, value, waiting, searches=False)
         if entry.is_chosen or entry.room_bytes is None:
             return None
+        # In this step, the calls before it hold more than in those that it was planned for.
         if held_bytes > entry.room_bytes:
             return self._planned_now(plans, signature, value, waiting, searches=False)
         if self._search_pays(entry.lost_seconds):
@@ -157,6 +161,7 @@ class JointPlans:
         try:
             found = self._planner.plan(path, settled, self._plans, tight=False, searches=searches)
         except NoRoomError:
+            # Whatever the limit: the step shows if it is kept, and the limit ends training if it is not.
             found = self._planner.plan(path, settled, self._plans, tight=True)
         if found is None:
             return None
@@ -223,6 +228,8 @@ class JointPlans:
         for other in self._plans:
             if not set(other).isdisjoint(path):
                 related.append(other)
+        # What needs most first: the others have room beside the plans that it leaves to shared calls, and it might
+        # have none beside theirs.
         order = sorted([path, *related], key=demand_bytes, reverse=True)
         try:
             plans = self._in_order(order, tight=False)

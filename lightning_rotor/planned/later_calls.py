@@ -88,6 +88,7 @@ def later_calls(key: CallKey, planned: Mapping[Path, StepPlan], order: CallOrder
         sizes = moved(other.signature, sizes_before, key.signature)
         signature = other.plans.classes.of(sizes)
         costs = other.plans.class_costs(signature, turn)
+        # Measuring takes the call's input, which does not exist yet. The rest is planned when that call begins.
         if costs is None:
             break
         follower = CallKey(other.plans, signature, turn)

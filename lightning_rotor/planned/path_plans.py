@@ -169,6 +169,7 @@ class PathPlanner:
         chain = joined(calls.names, calls.parts, outside)
         budget = self._budget(chain, calls.copied_bytes)
         if tight or not is_known:
+            # Nothing fits in nothing, so that the plan is the one that takes least.
             budget = budget.reduced_to(0, "other calls, and what is not measured yet")
         else:
             budget = _sparing(budget, chain)
@@ -180,6 +181,8 @@ class PathPlanner:
             # Another process may have to search, and they agree once.
             solved = self._source.ranks.settle(taken_over.plan)
         else:
+            # Alone, a path that does not fit runs under the least plan. Beside settled calls there is another way:
+            # all of them can be planned as small as can be.
             shares_settled_calls = not settled.keys().isdisjoint(path)
             try:
                 solved = self._solved(chain, budget, must_fit=is_measured and not tight and shares_settled_calls)
@@ -267,6 +270,7 @@ class PathPlanner:
                 continue
             if best is None or plan.seconds < best.seconds:
                 best = plan
+                # It is tried first, and nothing is faster.
                 if not plan.recomputed:
                     return _TakenOver(plan, lost_seconds=0.0)
         if best is None:
