@@ -161,3 +161,25 @@ def test_no_step_that_follows_an_excess_exceeds_the_limit_unless_training_ends(
     else:
         assert error.minimum_bytes > limit
         assert error.stage
+
+
+def test_gradients_linger_in_a_backward_of_the_training_step_and_the_named_minimum_knows(tmp_path: Path) -> None:
+    of_one_size = {"in_parts": False, "growth": 1.0}
+    _, _, error = run(tmp_path, "2KiB", **of_one_size)
+    assert error is not None
+    _, peaks, refused = run(tmp_path, error.minimum_bytes, **of_one_size)
+    assert refused is None
+    measured = [peak_bytes for peak_bytes in peaks[1:] if peak_bytes is not None]
+    assert measured
+    assert max(measured) <= error.minimum_bytes
+
+
+def test_a_limit_that_plain_steps_keep_is_kept_although_the_model_as_a_whole_is_refused(tmp_path: Path) -> None:
+    # The refusal's frames would hold the gradients of the first step.
+    of_one_size = {"in_parts": True, "growth": 1.0}
+    plain, plain_peaks, _ = run(tmp_path, None, **of_one_size)
+    limit = int(1.02 * max(filter(None, plain_peaks[1:])))
+    planned, peaks, error = run(tmp_path, limit, **of_one_size)
+    assert error is None
+    assert_same_training(plain, planned)
+    assert all(peak_bytes <= limit for peak_bytes in peaks[1:] if peak_bytes is not None)

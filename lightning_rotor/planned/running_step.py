@@ -225,16 +225,20 @@ class Step:
     def as_later(self, phases: Iterable[StepPhase]) -> list[StepPhase]:
         """Its phases, with what later steps hold besides."""
         start = self._start or StepStart([], is_first=False)
+        phases = list(phases)
+        kinds = [phase.kind for phase in phases]
+        # A backward in front of the loss runs inside of the forward (forces, a gradient penalty): gradients still linger.
+        loss_place = kinds.index(PhaseKind.LOSS) if PhaseKind.LOSS in kinds else 0
         has_stepped = False
         later = []
-        for phase in phases:
+        for place, phase in enumerate(phases):
             has_stepped = has_stepped or phase.is_optimizer_step
             if has_stepped and start.optimizers == 1:
                 # The state is there, as in the second closure of LBFGS, and only its history still grows.
                 more_bytes = self.growing_bytes
             elif phase.is_final:
                 more_bytes = 0
-            elif phase.is_backward:
+            elif phase.is_backward and place >= loss_place:
                 more_bytes = start.missing_backward_bytes + self._more_backward_bytes
             else:
                 more_bytes = start.missing_forward_bytes + self._more_forward_bytes
