@@ -227,7 +227,7 @@ class Step:
         start = self._start or StepStart([], is_first=False)
         phases = list(phases)
         kinds = [phase.kind for phase in phases]
-        # A backward in front of the loss runs inside of the forward (forces, a gradient penalty): gradients still linger.
+        # A backward in front of the loss runs inside of the forward (forces, a gradient penalty): gradients linger.
         loss_place = kinds.index(PhaseKind.LOSS) if PhaseKind.LOSS in kinds else 0
         has_stepped = False
         later = []
