@@ -339,7 +339,7 @@ def measure(program: Program, *, quick: bool) -> Iterator[dict[str, Any]]:
             # A later step was larger than those that the first error knew.
             least = larger
             saved = max(found["plain_peak"] - least, 0)
-            found |= {"least_bytes": least, "saved": saved}
+            found |= {"least_bytes": least, "saved": saved, "larger": found["middle"]["error"]}
             if not saved:
                 del found["middle"]
         if quick:
@@ -480,8 +480,11 @@ def nothing_saved(rows: list[dict[str, Any]]) -> list[str]:
                 f" {format_bytes(resident)} of {format_bytes(peak)} are there when a step begins (parameters, gradients, the "
                 "optimizer's state, the batch)."
             )
-        error = row["too_little"]["error"].partition("for this model and batch: ")[2].partition(". ")[0]
-        lines.append(f"- `{row['name']}`:{there} The error at {TOO_LITTLE} says: {error}.")
+        when, error = f"at {TOO_LITTLE}", row["too_little"]["error"]
+        if "larger" in row:
+            when, error = f"of a later, larger step at {SAVED:.0%}", row["larger"]
+        needs = error.partition("for this model and batch: ")[2].partition(". ")[0]
+        lines.append(f"- `{row['name']}`:{there} The error {when} says: {needs}.")
     return ["", "## Where nothing can be saved", "", *lines] if lines else []
 
 
