@@ -108,6 +108,11 @@ def _total_bytes(chain: Chain) -> int:
     return total_bytes
 
 
+def most_growth(shapes: Shapes, wanted: Shapes) -> float:
+    """The most by which any cost may grow from some shapes to others; 1 if no dimension is larger."""
+    return _growth(shapes, wanted) ** _DEGREE
+
+
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
     """Factor by which some dimension is larger; 1 if none is. No row costs no more than one row."""
     growth = 1.0
