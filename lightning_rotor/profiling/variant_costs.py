@@ -53,9 +53,10 @@ def with_variants(
         variants = compiled.variants(profiler.stage)
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
             return alone
-        expected = _repeatable_outcome(profiler, may_draw=compiled.saving_bytes is not None)
+        expected = _repeatable_outcome(profiler, may_draw=compiled.saving is not None)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
+        compiled.objections[name] = str(error)
         return alone
     _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
     profiler = replace(profiler, stage=replace(profiler.stage, variants=tuple(variants.values())))
@@ -70,6 +71,7 @@ def with_variants(
             objections[variant] = cost
         else:
             costs[variant] = cost
+    compiled.objections.update(objections)
     _, *chosen = _worthwhile({"keep": alone.cost, **costs})
     _log.info(
         "%r can run under %s%s",
