@@ -29,6 +29,7 @@ class PipelinedModule:
     """
 
     active = True
+    compiled = None
     caller = "training_step"
 
     def __init__(

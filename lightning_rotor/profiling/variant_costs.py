@@ -55,9 +55,10 @@ def with_variants(
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
             return alone
         # Only a stage that repeats itself to the bit can tell whether a variant computes the same.
-        expected = _repeatable_outcome(profiler, may_draw=compiled.saving_bytes is not None)
+        expected = _repeatable_outcome(profiler, may_draw=compiled.saving is not None)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
+        compiled.objections[name] = str(error)
         return alone
     _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
     profiler = replace(profiler, stage=replace(profiler.stage, variants=tuple(variants.values())))
@@ -72,6 +73,7 @@ def with_variants(
             objections[variant] = cost
         else:
             costs[variant] = cost
+    compiled.objections.update(objections)
     # The stage as it is comes first, and always stays.
     _, *chosen = _worthwhile({"keep": alone.cost, **costs})
     _log.info(
