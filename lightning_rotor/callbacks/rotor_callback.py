@@ -273,7 +273,7 @@ class RotorCallback(Callback):
         on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do;
             ``"warn"`` says so once, and trains with the plan that takes least.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
-        max_plans: Plans that are kept, one for each input shape, those used last.
+        max_plans: Plans that are kept, one for each input shape, those used last; 64 by default.
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
