@@ -36,6 +36,8 @@ VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
 """Objects that show the entries of another container, to which they refer."""
 BYTES = (bytearray, array, memoryview, mmap, *python_names.C_DATA)
 """Types of values whose bytes are all that they are. Numbers that processes share are of ctypes."""
+IN_C = (*BYTES, SimpleQueue, *python_names.SEMAPHORES)
+"""Types of values that may change, and show it by no attribute or entry."""
 MOST_COMPARED = 20_000
 """Entries of a container that are compared at each call."""
 MOST_COMPARED_BYTES = 1024**2
@@ -232,7 +234,7 @@ def _state_of(value: Any) -> Any:
     if issubclass(kind, SimpleQueue):
         # Nobody can look at its entries but the garbage collector.
         rows = [held for held in gc.get_referents(value) if type(held) is list]
-        return [id(entry) for row in rows for entry in row], value.qsize()
+        return tuple([id(entry) for row in rows for entry in row]), value.qsize()
     if kind in python_names.SEMAPHORES:
         return python_names.value_of_semaphore(value)
     if issubclass(kind, FILLED):

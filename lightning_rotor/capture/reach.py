@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_rotor.capture.copies import BYTES, FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
+from lightning_rotor.capture.copies import BYTES, FILLED, IN_C, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private.values import attributes_of
@@ -55,7 +55,7 @@ class _Holder:
         where: How messages call it.
         path: Path of the module whose code can reach it.
         level: ``_TABLE`` and ``_IN_TABLE`` are compared by :class:`~lightning_rotor.capture.watch.Watch`, except for
-            what is in an object's containers.
+            what is in an object's containers, or in C.
         is_object: Code that computes names may read all of its attributes.
         hides_names: Only other code than the user's knows its names.
     """
@@ -191,7 +191,7 @@ class Reach:
             place = Place(holder.kind, holder.owner, name)
             value = place.read()
             where = f"{holder.where}.{name}"
-            is_in_object = holder.level == _IN_TABLE and not isinstance(value, FILLED)
+            is_in_object = holder.level == _IN_TABLE and not isinstance(value, (*FILLED, *IN_C))
             is_compared = holder.level == _TABLE or is_in_object
             is_method = holder.kind is kinds.CLASS_ENTRIES and _is_code(name, value)
             if is_compared or is_method:
