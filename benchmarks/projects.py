@@ -366,7 +366,10 @@ def faults(row: dict[str, Any]) -> list[str]:
         if run["differences"] and not row["repeats"]:
             found.append(f"{way}: **other bits**: {', '.join(run['differences'])}")
         if not run.get("kept", True):
-            found.append(f"{way}: **{format_bytes(run['peak'] - run['limit'])} over the limit**")
+            peaks = [*run["peaks"]["followed"], *run["peaks"]["measured"]]
+            over = sum(peak > run["limit"] for peak in peaks)
+            excess = format_bytes(run["peak"] - run["limit"])
+            found.append(f"{way}: **{excess} over the limit** in {over} of {len(peaks)} steps")
     said = row.get("too_little")
     if said is not None and not said.get("typed", False):
         found.append(f"{TOO_LITTLE}: **{said.get('error', f'no error in {STEPS} steps')}**")
