@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_rotor.capture.compiled_call import CompiledCut
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.sharding import Unit, units_below
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import require_tensors, tensors_in
@@ -26,7 +27,7 @@ NO_CHECKPOINTS = (
 )
 """Why a model that recomputes by itself cannot be planned, and the remedy."""
 _NO_POINT = "there is no point between its operations where little is alive"
-WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph"}
+WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph", "compiled": "as it was compiled"}
 """The ways to a chain, as messages spell them."""
 
 
@@ -54,12 +55,16 @@ class SequentialCut:
         return value
 
 
+Cut: TypeAlias = SequentialCut | GraphCut | CompiledCut
+"""Stages of a module for a certain kind of call."""
+
+
 def sequentialize(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    known: Sequence[SequentialCut | GraphCut] = (),
+    known: Sequence[Cut] = (),
     afresh: bool = False,
 ) -> SequentialCut | GraphCut:
     """Turn a module into a chain of stages. The module stays as it is.
@@ -82,6 +87,8 @@ def sequentialize(
         'sequential'
     """
     check_module(module)
+    if not isinstance(args, (tuple, list)):
+        raise SampleError(f"args is a {type(args).__name__}: expected a tuple of positional arguments, such as (x,)")
     require_tensors((args, kwargs))
     reasons: dict[str, str] = {}
     row: SequentialCut | None = None
@@ -133,6 +140,8 @@ def _has_layers(stage: Stage) -> bool:
 def check_module(module: nn.Module) -> None:
     """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"module is a {name}: expected an nn.Module, such as an nn.Sequential of layers")
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
             f"{name} was scripted or traced (torch.jit), which leaves no Python code to cut: expected the module as it "

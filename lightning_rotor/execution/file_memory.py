@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -29,7 +31,9 @@ class FileCopy:
     __slots__ = ("__weakref__", "_at", "_back", "_memory", "_out", "_size_bytes", "_target")
 
     def __init__(self, memory: FileMemory, storage: torch.UntypedStorage, at: int) -> None:
-        self._memory, self._size_bytes, self._at = memory, storage.nbytes(), at
+        self._memory = memory
+        self._size_bytes = storage.nbytes()
+        self._at = at
         self._target: torch.UntypedStorage | None = None
         self._back: Future[None] | None = None
         # In a list, which the job empties: whoever waits for it may then drop the last reference.
@@ -53,11 +57,12 @@ class FileCopy:
         return storage
 
     def __del__(self) -> None:
-        places, at, size_bytes = self._memory.places, self._at, self._size_bytes
+        # Without a reference to this: it is gone when the job is done.
+        give_back = partial(_give_back, self._memory.places, self._at, self._size_bytes)
         last = self._back if self._back is not None else self._out
         # A job that has not begun may be left out; one that runs still uses the place.
         last.cancel()
-        last.add_done_callback(lambda _: places.give_back(at, size_bytes))
+        last.add_done_callback(give_back)
 
 
 class FileMemory:
@@ -73,16 +78,18 @@ class FileMemory:
     def __init__(self, folder: Path | str, *, limit_bytes: int | None = None) -> None:
         self._folder = Path(folder)
         try:
-            self._file, path = tempfile.mkstemp(dir=self._folder)
-            Path(path).unlink()
+            self._file = _File(self._folder)
         except OSError as error:
             raise OffloadError(
                 f"no file can be made in {str(self._folder)!r} for what moves to disk ({error.strerror}): expected a "
                 'folder that exists and can be written to, such as offload="disk:/tmp"'
             ) from error
-        weakref.finalize(self, os.close, self._file)
-        self.places, self._limit_bytes = Places(), limit_bytes
-        self.writer, self.reader = _Worker("rotor-out"), _Worker("rotor-back")
+        weakref.finalize(self, self._file.close)
+        self.places = Places()
+        self._limit_bytes = limit_bytes
+        # Two, as the two directions of a link are: a copy back need not wait for those that are still going out.
+        self.writer = _Worker("rotor-out")
+        self.reader = _Worker("rotor-back")
 
     @property
     def used_bytes(self) -> int:
@@ -91,10 +98,13 @@ class FileMemory:
 
     def copy_out(self, storage: torch.UntypedStorage) -> FileCopy:
         """Begin to write a storage, which the file holds until it is written."""
-        size_bytes, limit_bytes = storage.nbytes(), self._limit_bytes
-        if limit_bytes is not None and self.places.used_bytes + size_bytes > limit_bytes:
+        size_bytes = storage.nbytes()
+        limit_bytes = self._limit_bytes
+        taken_bytes = self.places.used_bytes + size_bytes
+        # A plan has kept the limit. Several calls whose backwards are still to come may not.
+        if limit_bytes is not None and taken_bytes > limit_bytes:
             raise OffloadError(
-                f"what moves to disk takes {format_bytes(self.places.used_bytes + size_bytes)}, more than its limit of "
+                f"what moves to disk takes {format_bytes(taken_bytes)}, more than its limit of "
                 f"{format_bytes(limit_bytes)}: expected calls whose backwards come one after the other. Raise the "
                 "limit, or train without offload"
             )
@@ -113,23 +123,29 @@ class FileMemory:
     def write(self, box: list[torch.UntypedStorage], at: int) -> None:
         """Write the storage in a box, and drop it."""
         storage = box.pop()
-        self._whole(os.pwrite, storage, at, "written to")
+        self._whole(self._file.write, storage, at, "written to")
 
     def read(self, box: list[torch.UntypedStorage], at: int, written: Future[None]) -> None:
         """Read into the storage in a box once it is written, and drop it."""
         written.result()
         storage = box.pop()
-        self._whole(_pread_into, storage, at, "read from")
+        self._whole(self._file.read_into, storage, at, "read from")
 
     def _whole(
-        self, copy: Callable[[int, memoryview, int], int], storage: torch.UntypedStorage, at: int, verb: str
+        self,
+        copy: Callable[[memoryview, int], int],
+        storage: torch.UntypedStorage,
+        at: int,
+        verb: str,
     ) -> None:
         """Copy all bytes of a storage; the system may do less at a time."""
-        memory = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+        # Over the storage's own address: a bytes object would be a second copy of it.
+        array = ctypes.c_char * storage.nbytes()
+        memory = memoryview(array.from_address(storage.data_ptr())).cast("B")
         done = 0
         try:
             while done < len(memory):
-                count = copy(self._file, memory[done:], at + done)
+                count = copy(memory[done:], at + done)
                 if count <= 0:
                     raise OSError(0, "the file ends")
                 done += count
@@ -140,7 +156,34 @@ class FileMemory:
                 "another folder, or train without offload"
             ) from error
         finally:
+            # A view that stays in a traceback would point to memory that is given back.
             memory.release()
+
+
+class _File:
+    """A file without a name, which one thread may read while another one writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with the memory
+        self._lock = threading.Lock()
+        self.close = self._file.close
+
+    def write(self, memory: memoryview, at: int) -> int:
+        """Write at a place; returns how many bytes were written."""
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), memory, at)
+        # Windows: a file has one position, for all threads.
+        with self._lock:
+            self._file.seek(at)
+            return self._file.write(memory)
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        """Fill memory from a place on; returns how many bytes were read."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [memory], at)
+        with self._lock:
+            self._file.seek(at)
+            return self._file.readinto(memory)
 
 
 _Job: TypeAlias = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
@@ -182,5 +225,5 @@ def _nothing() -> None:
     pass
 
 
-def _pread_into(file: int, memory: memoryview, at: int) -> int:
-    return os.preadv(file, [memory], at)
+def _give_back(places: Places, at: int, size_bytes: int, _: Future[None]) -> None:
+    places.give_back(at, size_bytes)

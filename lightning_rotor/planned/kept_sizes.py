@@ -31,7 +31,11 @@ class KeptSizes:
             return
         size = _size(signature, batch_bytes)
         sizes = self._sizes.setdefault((signature.family, schedule), [])
-        sizes[:] = [*(other for other in sizes if not is_within(other, size)), size][-_MOST_SIZES:]
+        # What the new one covers is told by it from now on.
+        largest = [other for other in sizes if not is_within(other, size)]
+        largest.append(size)
+        # Whatever is forgotten is measured once more, so the oldest may go.
+        sizes[:] = largest[-_MOST_SIZES:]
 
     def forget(self, signature: Signature, schedule: Schedule) -> None:
         """A step with such a call has exceeded the limit under the schedule: its sizes do not tell what it takes."""
