@@ -366,7 +366,10 @@ def faults(row: dict[str, Any]) -> list[str]:
         if run["differences"] and not row["repeats"]:
             found.append(f"{way}: **other bits**: {', '.join(run['differences'])}")
         if not run.get("kept", True):
-            found.append(f"{way}: **{format_bytes(run['peak'] - run['limit'])} over the limit**")
+            peaks = [*run["peaks"]["followed"], *run["peaks"]["measured"]]
+            over = sum(peak > run["limit"] for peak in peaks)
+            excess = format_bytes(run["peak"] - run["limit"])
+            found.append(f"{way}: **{excess} over the limit** in {over} of {len(peaks)} steps")
     said = row.get("too_little")
     if said is not None and not said.get("typed", False):
         found.append(f"{TOO_LITTLE}: **{said.get('error', f'no error in {STEPS} steps')}**")
@@ -436,26 +439,27 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         "saved / the least limit that the error for a smaller one names. *Planned*: share of the FLOPs of the forward, as far as gradients flow, in",
         "planned modules. *Limit kept*: peaks of steps from the second one on, by the callback's meter and the benchmark's own. *Same bits*:",
         "weights, buffers, losses, optimizer state and random generators equal those of plain training. *First batch*, *later step*: processor",
-        "time in plain steps. A dash: not tried yet. `projects.jsonl` has the figures, and which commit each row is of.",
+        "time in plain steps. A dash: not tried yet. The last column is the commit that was run; `projects.jsonl` has the figures.",
         "",
-        "| program | package | plain peak | least | planned | limit kept | same bits | first batch | its seconds | later step |",
-        "|---|---|---:|---:|---:|---|---|---:|---:|---:|",
+        "| program | package | plain peak | least | planned | limit kept | same bits | first batch | its seconds | later step | commit |",
+        "|---|---|---:|---:|---:|---|---|---:|---:|---:|---|",
     ]
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
+        of = row.get("commit") or "–"
         if not any(way in row for way in WAYS):
             if "failed" in row or "least_bytes" not in row:
-                lines.append(f"{start} {row.get('failed', f'**no error at {TOO_LITTLE}**')} | | | | | | | |")
+                lines.append(f"{start} {row.get('failed', f'**no error at {TOO_LITTLE}**')} | | | | | | | | {of} |")
             else:
                 peak, least = format_bytes(row["plain_peak"]), format_bytes(row["least_bytes"])
-                lines.append(f"{start} {peak} | {least} | nothing can be saved, see below | | | | | |")
+                lines.append(f"{start} {peak} | {least} | nothing can be saved, see below | | | | | | {of} |")
             continue
         least = row.get("least_bytes")
         first = row.get("room") or row.get("middle") or row["least"]
         lines.append(
             f"{start} {format_bytes(row['plain_peak'])} | {'–' if least is None else format_bytes(least)} | "
             f"{row.get('share', 0):.0%} | {answer(row, kept)} | {answer(row, same)} | {times(first, 'first_ratio')} | "
-            f"{times(first, 'first')} | {answer(row, partial(times, key='later'))} |"
+            f"{times(first, 'first')} | {answer(row, partial(times, key='later'))} | {of} |"
         )
     lines += ["", "## The recipes", ""]
     lines += [f"- `{row['name']}`: {row['says']}" for row in chosen if "says" in row]
