@@ -1,7 +1,8 @@
 """Memory that kernels take while they run, beyond what they return: no graph shows it.
 
-oneDNN copies what a convolution reads into blocks of 16 channels, for one: of four channels, that is four times as much.
-Each kind of operation runs once, on zeros. The CPU's allocator alone tells of single blocks; on other devices these
+oneDNN copies what a convolution reads into blocks of 16 channels, for one:
+of four channels that is four times as much.
+Each kind of operation runs once, on zeros. The CPU's allocator alone tells of single blocks. On other devices these
 bytes count as none, and show once the finished graphs are measured.
 """
 

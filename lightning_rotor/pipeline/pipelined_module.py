@@ -89,7 +89,12 @@ class PipelinedModule:
         return join(outputs, sizes)
 
     def train(
-        self, run: Callable[..., Any], batch: Any, *, number: int, scale: float = 1.0
+        self,
+        run: Callable[..., Any],
+        batch: Any,
+        *,
+        number: int,
+        scale: float = 1.0,
     ) -> tuple[list[Any], torch.Tensor]:
         """Results by micro-batch and the batch's loss; gradients of the scaled loss are added to existing ones.
 

@@ -206,7 +206,9 @@ class ModulePlans:
         entry = None
         if signature is not None:
             entry = self.cache.use(signature, self._source.turn)
-        prepared = entry if isinstance(entry, Prepared) else None
+        prepared = None
+        if isinstance(entry, Prepared):
+            prepared = entry
         # Each question below goes round all processes, so each process must ask the same ones in the same order.
         if ranks.all_run(None if prepared is None else prepared.schedule):
             return
@@ -215,6 +217,7 @@ class ModulePlans:
                 "a schedule was chosen by use() that other processes do not run for this call, with which the module "
                 "exchanges messages: expected use() of the same schedule in each of them, or in none"
             )
+        # Costs stay, the plan goes: it follows from what all of them need now.
         if signature is not None and entry is not None:
             self.cache.put(signature, costs_of(entry))
         if ranks.any(entry is None):
@@ -267,6 +270,7 @@ class ModulePlans:
         """The plan of a call, made now if there is none."""
         prepared = None
         spent_seconds = self.measuring_seconds
+        # Processes that exchange messages plan calls of one step behind it, together.
         if not self.together:
             prepared = self._source.plan_beside(self.name, signature, value)
         if prepared is None:
@@ -275,7 +279,10 @@ class ModulePlans:
         assert prepared.signature.cut is signature.cut
         if self.measuring_seconds > spent_seconds:
             _tell(signature, prepared, self.measuring_seconds - spent_seconds)
-        facts = None if self.together else self._cuts.facts_besides(signature.cut)
+        facts = None
+        if not self.together:
+            # Together, no call is steady: all processes ask each other at each of them.
+            facts = self._cuts.facts_besides(signature.cut)
         self.cache.note_last(signature, prepared, facts, self._source.waiting)
         return prepared
 
@@ -292,6 +299,7 @@ class ModulePlans:
             entry = self._new_entry(signature, value)
         else:
             entry = self._improved(signature, value, cached)
+        # A plan for another turn has another part of the budget, so only its costs are taken over.
         if costs_of(entry).turn != turn:
             entry = replace(costs_of(entry), turn=turn)
         prepared = entry if isinstance(entry, Prepared) else self.plan_again(signature, entry)
@@ -330,8 +338,14 @@ class ModulePlans:
 
     def _is_small_of_rough(self, signature: Signature) -> bool:
         """True if most sizes whose costs are rough are larger: they are bounded by what this one takes, as well."""
-        sizes = sorted(other.size for other, entry in self.cache if costs_of(entry).rough_seconds)
-        return not sizes or signature.size <= sizes[len(sizes) // 2]
+        sizes = []
+        for other, entry in self.cache:
+            if costs_of(entry).rough_seconds:
+                sizes.append(other.size)
+        if not sizes:
+            return True
+        median = sorted(sizes)[len(sizes) // 2]
+        return signature.size <= median
 
     def costs_beside(self, signature: Signature, value: Any, turn: Turn) -> tuple[Signature, Costs]:
         """Costs of a call in a step of several, and the signature that they are for: its own, or its class's."""
@@ -378,11 +392,12 @@ class ModulePlans:
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
             return None  # other calls share the budget
-        known = []
+        # Behind other calls, a plan may have been made for another part of the budget.
+        of_this_turn = []
         for other, prepared in self.cache.planned():
-            if prepared.turn == turn and other.differs_in_sizes(signature):
-                known.append((other, prepared))
-        found = covering(signature, known)
+            if prepared.turn == turn:
+                of_this_turn.append((other, prepared))
+        found = covering(signature, of_this_turn)
         if found is None:
             return None
         larger, lost_seconds = found
@@ -403,6 +418,7 @@ class ModulePlans:
             return None
         profile, chain = estimate.profile, estimate.profile.chain
         budget = self.budget(profile)
+        # Of any recording with equal stages: a schedule is judged by this call's own costs, and runs its own stages.
         alike = self.cache.alike(signature, chain.names)
         least_overhead = least_overhead_of(alike, signature.size, chain, budget)
         plan = best_of(chain, alike, signature.size, budget, least_overhead, slots=self._settings.slots)
@@ -410,6 +426,7 @@ class ModulePlans:
         lost_seconds = 0.0
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
+        # Losses of all sizes add up, since a search for one of them gives the others a schedule to try.
         if self._searching.pays(lost_seconds):
             plan = None
             lost_seconds = 0.0
@@ -443,6 +460,7 @@ class ModulePlans:
         tolerance = max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
         is_far_off = abs(overhead - plan.overhead) > tolerance
         if fastest.schedule is plan.schedule and not is_far_off:
+            # The executor stays: another one would warm up once more.
             timed = replace(prepared, costs=costs)
             self.cache.put(signature, timed)
             return timed
@@ -559,7 +577,10 @@ class ModulePlans:
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED
         # The new costs may say more of calls whose costs are rough, too.
-        rough = {other for other, entry in self.cache if costs_of(entry).rough_seconds}
+        rough = set()
+        for other, entry in self.cache:
+            if costs_of(entry).rough_seconds:
+                rough.add(other)
         self.cache.keep_only(lambda other: other not in rough)
         return self._keep(signature, Costs(profile))
 
@@ -594,15 +615,19 @@ class ModulePlans:
 
     def _memory(self, signature: Signature, plan: Plan) -> OtherMemory | None:
         """The other memory for a plan, with room for it; None if it moves nothing, or there is no such memory."""
-        there = self._offloading(signature.device) if plan.schedule.moves else None
+        if not plan.schedule.moves:
+            return None
+        there = self._offloading(signature.device)
         if there is None:
             return None
+        # Now, and not in the forward: the device stands still while memory of the host is pinned.
         there.memory.reserve(plan.host_bytes)
         return there.memory
 
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
         with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
             plan = budget.plan(profile.chain, slots=self._settings.slots)
+        # The dearest so far: a search whose table was there already says nothing of the next one.
         self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
         return plan
 
@@ -673,6 +698,7 @@ class ModulePlans:
             return solved
         solved = self.plan_again(signature, entry).plan
         if stale is None:
+            # The budget has changed for all of them.
             self.cache.keep_only_plans(lambda plan: plan is solved)
         return solved
 
@@ -701,6 +727,7 @@ class ModulePlans:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
         records = dict(self._records)
         for signature, entry in self.cache:
+            # Estimates are made again at once from what was measured.
             if not costs_of(entry).estimated:
                 call = call_fingerprint(signature, self._compiled.choice)
                 records[call] = record_of(call, entry)

@@ -117,7 +117,8 @@ class PlannedModules:
         self._may_rest = loop.may_run_as_compiled
         # All forwards that stand in the place of modules' own.
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
-        self._refusals: list[RotorError] = []
+        # As texts: frames of an error's traceback would hold all that the first step has made, to the end of training.
+        self._refusals: list[str] = []
         # The planned modules when they were told of last.
         self._told_of: list[PlannedModule] = []
 
@@ -307,8 +308,8 @@ class PlannedModules:
         if self._search is None or module is None:
             raise error
         self._search.refused.add(name)
-        self._refusals.append(error)
-        _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
+        self._refusals.append(str(error))
+        _log.info("RotorCallback cannot plan %s: %s", module.target.place, self._refusals[-1])
         # Those found in this step run right now, perhaps around this call, and keep their plans whatever the search
         # says.
         targets = []
@@ -413,7 +414,7 @@ class PlannedModules:
         if self._modules or self._unseen or self._resting:
             return ""
         if self._refusals:
-            return str(self._refusals[0])  # of the one with most compute
+            return self._refusals[0]  # of the one with most compute
         return (
             f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
             "that its training_step calls: expected one. Put the layers that take most of the memory into an "

@@ -103,12 +103,14 @@ class Signature:
     @property
     def size(self) -> int:
         """Elements of all tensors together."""
+        # Only to find sizes near by: bytes need not be in proportion to it.
         return sum(map(math.prod, self.shapes))
 
 
 def modes_of(module: nn.Module, submodules: Sequence[nn.Module]) -> Modes:
     """Flags of a module's submodules and parameters."""
     training = [submodule.training for submodule in submodules]
+    # A frozen parameter has no gradient to take memory, and one that was cast has other bytes.
     learning = [(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()]
     return tuple(training), tuple(learning)
 
