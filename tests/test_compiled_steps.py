@@ -204,3 +204,30 @@ def test_a_checkpointable_says_that_a_compiled_forward_is_taken_apart() -> None:
     planned(torch.randn(2, 4)).sum().backward()
     assert net.forward is compiled
     assert planned.plan is not None
+
+
+def test_a_checkpointable_with_dropout_is_planned_inside_and_evaluates_in_between() -> None:
+    layers = (layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Dropout(0.1)))
+    net, x = nn.Sequential(*layers), torch.randn(256, 32)
+    net.compile(backend="aot_eager")
+
+    def train(module: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        net.zero_grad()
+        module(x).square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        with torch.no_grad():
+            return [*gradients, module.eval()(x), module.train()(x)]
+
+    expected = train(net)
+    planned = Checkpointable(net, mem_limit="1GiB")
+    assert_same_bits(expected, train(planned))
+    assert planned.plan is not None
+    limit = int(0.7 * planned.plan.peak_bytes)
+    assert planned.compute_sequence("1GiB").schedule == Schedule.parse("0")
+    planned = Checkpointable(net, mem_limit=limit)
+    for _ in range(2):
+        assert_same_bits(expected, train(planned))
+    assert planned.plan is not None
+    assert planned.plan.schedule == Schedule.parse("0:1")
+    assert planned.plan.peak_bytes <= limit

@@ -65,11 +65,19 @@ def node_seconds(node: fx.Node) -> float:
     return _flops(node) / _FLOPS + moved_bytes / _BYTES
 
 
-def _flops(node: fx.Node) -> int:
+def computes_much(node: fx.Node) -> bool:
+    """True for convolutions, matrix products and attention, which compilers leave to libraries."""
+    return _formula(node) is not None
+
+
+def _formula(node: fx.Node) -> Any:
     from torch.utils.flop_counter import flop_registry
 
-    target = node.target
-    formula = flop_registry.get(packet_of(target)) if isinstance(target, OpOverload) else None
+    return flop_registry.get(packet_of(node.target)) if isinstance(node.target, OpOverload) else None
+
+
+def _flops(node: fx.Node) -> int:
+    formula = _formula(node)
     if formula is None:
         return 0
 

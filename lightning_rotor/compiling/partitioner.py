@@ -13,6 +13,7 @@ from lightning_rotor.compiling.graph_chain import chain_of
 from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
+from lightning_rotor.compiling.workspaces import Workspaces
 from lightning_rotor.errors import BudgetError, ModelError
 from lightning_rotor.planning import frontier
 from lightning_rotor.private.operators import OpOverload
@@ -95,10 +96,11 @@ def partition(
         raise ModelError("a compiled graph computes nothing that could be recomputed: expected one with layers in it")
     options = options_of(stages)
     chain = chain_of(stages, options)
+    workspaces = Workspaces(fused=fused)
 
     def split(schedule: Schedule, overhead: float) -> Split:
         forward, backward = graphs_for(stages, options, schedule)
-        peak = count_peak(forward, backward, outputs=outputs, fused=fused)
+        peak = count_peak(forward, backward, outputs=outputs, fused=fused, workspaces=workspaces)
         return Split(forward, backward, schedule, overhead, peak)
 
     kept = split(Schedule.keep_all(len(chain)), 0.0)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lightning_rotor.compiling.graph_costs import is_pointwise, is_view, node_bytes, owner
+from lightning_rotor.compiling.workspaces import Workspaces
 from lightning_rotor.private.partitioning import is_tangent
 
 
@@ -34,7 +35,9 @@ class CountedPeak:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def count_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, outputs: int, fused: bool) -> CountedPeak:
+def count_peak(
+    forward: fx.GraphModule, backward: fx.GraphModule, *, outputs: int, fused: bool, workspaces: Workspaces
+) -> CountedPeak:
     """Peak of a pair of graphs.
 
     Args:
@@ -42,11 +45,12 @@ def count_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, outputs: in
         backward: Takes what was saved, then gradients of outputs.
         outputs: Number of the forward's outputs.
         fused: The compiler makes pointwise results where they are read, as Inductor does.
+        workspaces: Of the kernels.
     """
     returned = _returned(forward)
     inputs = set(forward.graph.find_nodes(op="placeholder"))
     kept = {owner(node) for node in returned} - inputs
-    forward_peak, held_bytes = _walk(forward, held={}, kept=kept, fused=fused)
+    forward_peak, held_bytes = _walk(forward, held={}, kept=kept, fused=fused, workspaces=workspaces)
     saved_names = {node.name: owner(node) for node in returned[outputs:]}
     output_owners = {owner(node) for node in returned[:outputs]} - inputs
     held: dict[fx.Node, int] = {}
@@ -60,7 +64,7 @@ def count_peak(forward: fx.GraphModule, backward: fx.GraphModule, *, outputs: in
         map(node_bytes, {saved_names[each.name] for each in held if each.name in saved_names})
     )
     results = {owner(node) for node in _returned(backward)}
-    backward_peak, _ = _walk(backward, held=held, kept=results, fused=fused)
+    backward_peak, _ = _walk(backward, held=held, kept=results, fused=fused, workspaces=workspaces)
     return CountedPeak(forward_peak, held_bytes, around_bytes + backward_peak)
 
 
@@ -69,7 +73,9 @@ def _returned(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in output.args[0] if isinstance(node, fx.Node)]
 
 
-def _walk(module: fx.GraphModule, *, held: dict[fx.Node, int], kept: set[fx.Node], fused: bool) -> tuple[int, int]:
+def _walk(
+    module: fx.GraphModule, *, held: dict[fx.Node, int], kept: set[fx.Node], fused: bool, workspaces: Workspaces
+) -> tuple[int, int]:
     """Peak of a graph, and what it leaves, if it begins with some placeholders that die with their last reader."""
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
     inlined = {node for node in nodes if fused and node not in kept and _is_inlined(node)}
@@ -87,7 +93,7 @@ def _walk(module: fx.GraphModule, *, held: dict[fx.Node, int], kept: set[fx.Node
         if not is_view(node) and node not in inlined and node.op == "call_function":
             alive[node] = node_bytes(node)
             level += alive[node]
-        peak = max(peak, level)
+        peak = max(peak, level + workspaces.of(node))
         for each in dying.get(place, ()):
             if each not in kept:
                 level -= alive.pop(each, 0)

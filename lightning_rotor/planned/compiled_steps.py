@@ -56,8 +56,6 @@ def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
     Its graph may be planned inside. Code around the modules that was compiled with them is no module, so it has none.
     """
     model = loop.model
-    if loop.processes > 1 or loop.is_compiled or has_compiled_method(model, "training_step"):
-        return None
     parts = target.name.split(".") if target.name else []
     for length in range(len(parts) + 1):
         name = ".".join(parts[:length])
@@ -65,6 +63,8 @@ def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
         call = compiled_call_of(module)
         if call is None:
             continue
+        if loop.processes > 1 or loop.is_compiled or has_compiled_method(model, "training_step"):
+            return None
         if objection_to_planning_inside(settings_told_by(call)):
             return None
         is_same = name == target.name or f"{name}.{INNER}".lstrip(".") == target.name

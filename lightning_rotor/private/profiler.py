@@ -1,11 +1,14 @@
 """torch's profiler, as far as it tells of the CPU's allocator."""
 
+import os
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
+_KINETO = "KINETO_LOG_LEVEL"
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """True while torch's profiler records in this thread. There is room for one, and no public question."""
 
@@ -30,12 +33,17 @@ class AllocationLog(profile):
         def enable_for_no_scopes(config: Any, activities: Any) -> Any:
             return enable(config, activities, scopes)
 
+        # The profiler's library writes two lines to stderr at its first start.
+        is_set = _KINETO in os.environ
+        os.environ.setdefault(_KINETO, "99")
         # The parent's method takes no scopes to hand on.
         module._enable_profiler = enable_for_no_scopes
         try:
             super()._start_trace()
         finally:
             module._enable_profiler = enable
+            if not is_set:
+                del os.environ[_KINETO]
 
 
 def allocation_of(event: Any) -> Any | None:
@@ -47,3 +55,16 @@ def allocation_of(event: Any) -> Any | None:
     if kind == torch._C._profiler._EventType.Allocation:
         return details
     return None
+
+
+def blocks_in(log: AllocationLog) -> list[tuple[int, Any]]:
+    """Nanoseconds and blocks of the CPU that were taken or (negative sizes) given back, in order."""
+    results = log.kineto_results
+    assert results is not None
+    blocks = []
+    for event in results.experimental_event_tree():
+        block = allocation_of(event)
+        if block is not None and block.device.type == "cpu":
+            blocks.append((event.start_time_ns, block))
+    blocks.sort(key=itemgetter(0))
+    return blocks

@@ -91,6 +91,7 @@ from lightning_rotor.private.pipelining import (
 from lightning_rotor.private.profiler import (
     AllocationLog,
     allocation_of,
+    blocks_in,
     is_profiling,
 )
 from lightning_rotor.private.running_backward import (

@@ -6,22 +6,19 @@ and trackers of storages miss what kernels take for themselves: they saw 0.4 to 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from lightning_rotor.errors import ProfilerBusyError
-from lightning_rotor.private.torch_names import AllocationLog, allocation_of, is_profiling
+from lightning_rotor.private.torch_names import AllocationLog, blocks_in, is_profiling
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 
 # A mark is a block of this size that is taken and given back at once: the log's clock is the only one that orders marks
 # and blocks, and the log has blocks alone. Nobody else takes so odd a size where a mark has found its block.
 _MARK_BYTES = 97
-_KINETO = "KINETO_LOG_LEVEL"
 
 
 def require_free(is_taken: bool, ranks: Ranks = ALONE) -> None:
@@ -65,14 +62,9 @@ class CpuRecording(Recording):
     def start(self) -> None:
         """Begin; raises :class:`ProfilerBusyError` if another profiler records, for torch has room for one."""
         require_free(is_profiling())
-        # The profiler's library writes two lines to stderr at its first start.
-        is_set = _KINETO in os.environ
-        os.environ.setdefault(_KINETO, "99")
         self._is_running = True
         self._logs.append(AllocationLog())
         self._logs[-1].__enter__()
-        if not is_set:
-            del os.environ[_KINETO]
 
     def pause(self) -> None:
         """Give the profiler away until :meth:`resume`. What is taken and given back in between does not count."""
@@ -98,7 +90,7 @@ class CpuRecording(Recording):
         """End, and fill the phases and the timeline from the log."""
         self.abandon()
         # The profiler has its events only when it is over, so nothing can be counted before.
-        events = [event for log in self._logs for event in _blocks_in(log)]
+        events = [event for log in self._logs for event in blocks_in(log)]
         self.timeline.append((0.0, 0))
         marks = iter(self._marks)
         label, mark_address = next(marks, ("", None))
@@ -139,16 +131,3 @@ class CpuRecording(Recording):
         if self._older is None:
             return size_bytes
         return -self._older.get(address, 0)
-
-
-def _blocks_in(log: AllocationLog) -> list[tuple[int, Any]]:
-    """Nanoseconds and blocks of the CPU that were taken or (negative sizes) given back, in order."""
-    results = log.kineto_results
-    assert results is not None
-    blocks = []
-    for event in results.experimental_event_tree():
-        block = allocation_of(event)
-        if block is not None and block.device.type == "cpu":
-            blocks.append((event.start_time_ns, block))
-    blocks.sort(key=itemgetter(0))
-    return blocks

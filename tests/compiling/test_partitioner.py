@@ -93,25 +93,27 @@ def train(
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     peak_bytes = 0
     with context or nullcontext():
-        for _ in range(steps):
+        for step in range(steps):
             torch.manual_seed(3)
             net.zero_grad()
             meter = StepMeter(torch.device("cpu"))
-            meter.start(None)
+            # Not while code is compiled: torch has one profiler, which the count of workspaces needs.
+            if step:
+                meter.start(None)
             try:
                 output = compiled(x)
                 output.backward(gradient)
             finally:
-                # Torch has one profiler, which later tests need as well.
-                phases = meter.stop().phases
-            peak_bytes = max(phase.peak_bytes for phase in phases)
+                # Later tests need the profiler as well.
+                if step:
+                    peak_bytes = max(phase.peak_bytes for phase in meter.stop().phases)
     gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     return [output.detach(), *gradients, *net.buffers()], peak_bytes
 
 
 @pytest.mark.parametrize(
     ("net", "shape", "shares"),
-    [(transformer(), TOKENS, (0.85, 0.6)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.8,))],
+    [(transformer(), TOKENS, (0.85, 0.6)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.9,))],
     ids=["transformer", "dropout", "batch norm"],
 )
 def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
@@ -133,8 +135,7 @@ def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
         (found,) = planner.splits
         assert found.overhead > 0
         assert found.peak.peak_bytes <= budget_bytes
-        if net is not CONVOLUTIONS:  # whose kernels take memory of their own, which no graph shows
-            assert found.peak.peak_bytes - around_bytes <= peak_bytes <= found.peak.peak_bytes
+        assert found.peak.peak_bytes - around_bytes <= peak_bytes <= found.peak.peak_bytes
 
 
 def test_inductor_compiles_the_pair_to_the_bits_of_its_own() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
+from lightning_rotor.compiling.workspaces import Workspaces
 
 ATEN = torch.ops.aten
 KIB = 1024
@@ -42,7 +43,7 @@ class Pair:
 
     def peak(self, *, fused: bool = False) -> CountedPeak:
         forward, backward = (fx.GraphModule({}, graph) for graph in (self.forward, self.backward))
-        return count_peak(forward, backward, outputs=1, fused=fused)
+        return count_peak(forward, backward, outputs=1, fused=fused, workspaces=Workspaces(fused=fused))
 
 
 def test_what_is_saved_is_held_until_the_backward_has_read_it() -> None:
