@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning.size_bounds import Shapes, is_within
 from lightning_rotor.schedule import Schedule
@@ -48,5 +49,10 @@ class KeptSizes:
 
 
 def _size(signature: Signature, batch_bytes: int) -> Shapes:
-    """Sizes of a call's tensors, and of the batch, which may have more than goes into the call."""
-    return (*signature.shapes, (batch_bytes,))
+    """Sizes of a call's tensors, and of the batch, which may have more than goes into the call.
+
+    With what its recording has taken: a size that code reads from values is in no shape, and has its own recording.
+    """
+    cut = signature.cut
+    recorded_bytes = sum(cut.recording.bytes_by_operation) if isinstance(cut, GraphCut) else 0
+    return (*signature.shapes, (batch_bytes, recorded_bytes))

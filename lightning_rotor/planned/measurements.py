@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import SequentialCut
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planning.size_bounds import bound_at
+from lightning_rotor.planning.size_bounds import bound_at, most_growth
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain_profile import profile_over
@@ -52,7 +54,7 @@ class Measurements:
         family = []
         chains = []
         for measured, profile in self._profiles.items():
-            if measured.family == wanted:
+            if measured.family == wanted and _is_told_by_shapes(signature.cut, measured.cut):
                 family.append(measured)
                 chains.append((measured.shapes, profile.chain))
         bound = bound_at(signature.shapes, chains)
@@ -76,6 +78,22 @@ class Measurements:
         except (ValueError, IndexError):  # the stages are others
             return None
         return Estimate(estimated, bound.is_near)
+
+
+def _is_told_by_shapes(cut: SequentialCut | GraphCut, measured: SequentialCut | GraphCut) -> bool:
+    """True if no operation of a recording has taken more than another's could with inputs of its shapes.
+
+    Code may read a size from values, which no shape of an input tells: ``int(lengths.max())``. There is a recording for
+    each such number, and what was measured for a smaller one is no bound.
+    """
+    if cut is measured or not isinstance(cut, GraphCut) or not isinstance(measured, GraphCut):
+        return True
+    taken, known = cut.recording.bytes_by_operation, measured.recording.bytes_by_operation
+    shapes, known_shapes = cut.recording.guards.recorded_shapes, measured.recording.guards.recorded_shapes
+    if len(taken) != len(known) or list(map(len, shapes)) != list(map(len, known_shapes)):
+        return False
+    growth = most_growth(known_shapes, shapes)
+    return all(size_bytes <= growth * known_bytes for size_bytes, known_bytes in zip(taken, known, strict=True))
 
 
 def for_call(profile: Profile, signature: Signature) -> Profile:

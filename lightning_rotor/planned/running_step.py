@@ -242,9 +242,13 @@ class Step:
         """Its phases, with what later steps hold besides."""
         # Where nobody has looked at the start, the step was like those before it, and is like later ones.
         start = self._start or StepStart([], is_first=False)
+        phases = list(phases)
+        kinds = [phase.kind for phase in phases]
+        # A backward in front of the loss runs inside of the forward (forces, a gradient penalty): gradients linger.
+        loss_place = kinds.index(PhaseKind.LOSS) if PhaseKind.LOSS in kinds else 0
         has_stepped = False
         later = []
-        for phase in phases:
+        for place, phase in enumerate(phases):
             has_stepped = has_stepped or phase.is_optimizer_step
             if has_stepped and start.optimizers == 1:
                 # The state is there, as in the second closure of LBFGS, and only its history still grows.
@@ -252,7 +256,7 @@ class Step:
             elif phase.is_final:
                 # Here the step makes itself what later ones find.
                 more_bytes = 0
-            elif phase.is_backward:
+            elif phase.is_backward and place >= loss_place:
                 more_bytes = start.missing_backward_bytes + self._more_backward_bytes
             else:
                 more_bytes = start.missing_forward_bytes + self._more_forward_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.planning.size_bounds import Shapes
 from lightning_rotor.private.autocast import AutocastState, autocast_state
 from lightning_rotor.private.values import tensors_in, tree_leaves
@@ -36,12 +36,12 @@ class Signature:
 
     shapes: Shapes
     kinds: tuple[Kind, ...]
-    cut: SequentialCut | GraphCut
+    cut: Cut
     autocast: AutocastState
     modes: Modes
 
     @classmethod
-    def of(cls, cut: SequentialCut | GraphCut, value: Any, modes: Modes) -> Signature:
+    def of(cls, cut: Cut, value: Any, modes: Modes) -> Signature:
         """The signature of a call with this input of the chain."""
         tensors = tensors_in(value)
         # Behind the shapes stand numbers that only values tell: a packed sequence of the same shape may hold more

@@ -76,6 +76,8 @@ class StepPlanner(BudgetSource):
         saved: What an earlier training has left in ``saved``, in plain types for ``weights_only``.
     """
 
+    takes_apart = True
+
     def __init__(
         self,
         loop: TrainingLoop,
