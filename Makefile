@@ -3,19 +3,21 @@
 #   make VENV=/path/to/venv test      use an environment that is there
 #   make PYTHON=python3.12 test       make the environment with another interpreter
 #   make test PYTEST_ARGS="-k units"  hand arguments to pytest
+#   make VENV=.old TORCH=2.11.0 test  another torch than constraints.txt has
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+TORCH ?=
 VERSIONS ?= .versions
 PROJECTS ?= .projects
 BIN := $(VENV)/bin
 
 # The environment is installed again when what it is made from changes, or when another checkout has used it since.
 STAMP := $(VENV)/.lightning-rotor
-KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR)
+KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR) $(TORCH)
 
-.PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench projects format clean
+.PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench projects release-check format clean
 .DEFAULT_GOAL := test
 
 # torch's profiler, which sees memory on the CPU, would warn of blocks that are older than the profile: there always are some.
@@ -57,6 +59,11 @@ features: $(STAMP)
 test-versions: $(STAMP)
 	$(BIN)/python -m tests.compatibility run --environments $(VERSIONS)
 
+# Before a tag: versions agree, and the wheel that is built from the source distribution works in an empty environment.
+# It gets its dependencies from the registry; ARGS=--borrow takes those that are here.
+release-check: $(STAMP)
+	$(BIN)/python -m tests.release $(ARGS)
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.planner
 
@@ -87,5 +94,7 @@ $(STAMP):
 	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 10) or \
 	    sys.exit("lightning-rotor needs Python >= 3.10, but $(PYTHON) is %d.%d: run make PYTHON=python3.12" % v)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@if [ -z '$(TORCH)' ]; then cat constraints.txt; else \
+	    grep -v -e '^torch==' -e '^torchvision==' constraints.txt; echo 'torch==$(TORCH)'; fi > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[dev]'
 	@echo '$(KEY)' > $@

@@ -6,14 +6,8 @@ import re
 from typing import Any
 
 _OUT_OF_DOCS = re.compile(r"\]\(\.\./(?=\w)")
-_ROLE = re.compile(r":(?:attr|class|exc|func|meth|mod):(?=<code>)")
 
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Lead links out of docs/ to the repository, whose other files are not part of the site."""
     return _OUT_OF_DOCS.sub(f"]({config.repo_url}/blob/HEAD/", markdown)
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    """Show Sphinx's roles in docstrings (``:func:`plan```) as the code that they name."""
-    return _ROLE.sub("", html)

@@ -24,6 +24,7 @@ from lightning_rotor.errors import (
     ExecutionError,
     ModelError,
     OffloadError,
+    OptionError,
     PlanError,
     ProfilingError,
     RotorError,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_rotor.pipeline.pipeline import Pipeline
     from lightning_rotor.strategies import RotorPipelineStrategy
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "BatchSizeAdvice",
@@ -64,6 +65,7 @@ __all__ = [
     "Offload",
     "OffloadError",
     "Option",
+    "OptionError",
     "Pipeline",
     "Plan",
     "PlanError",

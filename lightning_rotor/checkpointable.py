@@ -132,8 +132,9 @@ class Checkpointable(nn.Module):
             ``"disk:/a/folder"``, a file, for one on the CPU; an :class:`~lightning_rotor.Offload`; or None, nowhere.
     Raises:
         ModelError: The module is not supported, or empty, or holds FSDP units.
-        UnitError: ``mem_limit`` is not positive, or cannot be read; ``compiled_variants`` is none of the three;
-            ``offload`` is none of the forms above.
+        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        OptionError: ``compiled_variants`` is none of the three, ``offload`` none of the forms above, ``slots`` no
+            positive integer.
         OffloadError: There is no such memory for the module's device, or it does not give what a plan needs.
         SampleError: The sample is no tensor, or not finite.
         BudgetError: No schedule fits the limit.

@@ -22,6 +22,10 @@ class UnitError(RotorError, ValueError):
     """A size such as ``mem_limit`` cannot be read as bytes."""
 
 
+class OptionError(RotorError, ValueError):
+    """An option that is no size has a value that it cannot have, such as ``slots="many"``."""
+
+
 class BudgetError(RotorError, ValueError):
     """No schedule fits the budget.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_rotor.errors import UnitError
+from lightning_rotor.errors import OptionError
 from lightning_rotor.link import Link
 from lightning_rotor.units import format_bytes, parse_bytes
 
@@ -31,7 +31,7 @@ class Offload:
         bandwidth: Bytes per second that the link carries, or two such numbers: out, and back. By default it is
             measured.
     Raises:
-        UnitError: None of these forms.
+        OptionError: None of these forms.
     Example:
         >>> Offload("host", limit="20GiB", bandwidth=(50e9, 50e9))
         Offload(target='host', limit='20GiB', bandwidth=(50000000000.0, 50000000000.0))
@@ -43,13 +43,13 @@ class Offload:
 
     def __post_init__(self) -> None:
         if self.target != _HOST and self.folder is None:
-            raise UnitError(f"offload is {self.target!r}: expected {_FORMS}")
+            raise OptionError(f"offload is {self.target!r}: expected {_FORMS}")
         if self.limit is not None:
             parse_bytes(self.limit)
         if self.bandwidth is not None:
             numbers = self._speeds()
             if len(numbers) != 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
-                raise UnitError(
+                raise OptionError(
                     f"bandwidth of offload is {self.bandwidth!r}: expected a positive number of bytes per second, two "
                     "of them (out, and back), or None to measure it"
                 )
@@ -84,7 +84,7 @@ class Offload:
 
 
 def parse_offload(value: str | Offload | None) -> Offload | None:
-    """Read where plans may move what stages hold; ``UnitError`` if the value is none of the forms.
+    """Read where plans may move what stages hold; ``OptionError`` if the value is none of the forms.
 
     Example:
         >>> parse_offload("host:20GiB").limit_bytes
@@ -95,7 +95,7 @@ def parse_offload(value: str | Offload | None) -> Offload | None:
     if value is None or isinstance(value, Offload):
         return value
     if not isinstance(value, str):
-        raise UnitError(f"offload is {value!r} of type {type(value).__name__}: expected {_FORMS}")
+        raise OptionError(f"offload is {value!r} of type {type(value).__name__}: expected {_FORMS}")
     target, colon, size = value.partition(":")
     if target == _HOST and colon:
         return Offload(_HOST, size)

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from lightning_rotor.errors import UnitError
+from lightning_rotor.errors import OptionError, UnitError
 
 _FACTORS = {
     "": 1,
@@ -17,6 +17,8 @@ _FACTORS = {
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+# Below it nothing can be trained, and a limit is a number of GiB, or a share, whose unit was forgotten.
+_LEAST_MEANT_BYTES = 1024
 _FORMS = (
     'bytes as an integer, "700MiB", "10GB", a fraction of the device such as 0.8 or "80%", or None for what is free'
 )
@@ -136,6 +138,20 @@ def formatted_apart(size_bytes: int, other_bytes: int) -> tuple[str, str]:
 def is_positive_integer(value: object) -> bool:
     """True if a user's value counts something; True and False do not."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def require_positive_integer(name: str, value: object, default: int) -> None:
+    """``OptionError`` if the value of an option counts nothing."""
+    if not is_positive_integer(value):
+        raise OptionError(f"{name} is {value!r}: expected a positive integer, such as the default {default}")
+
+
+def hint_of_units(limit_bytes: int) -> str:
+    """A sentence for an error about a limit that somebody may have meant in another unit; empty for other limits."""
+    if not 0 < limit_bytes < _LEAST_MEANT_BYTES:
+        return ""
+    count = "1 is one byte" if limit_bytes == 1 else f"{limit_bytes} is {limit_bytes} bytes"
+    return f'. A number without a unit counts bytes: {count}, "{limit_bytes}GiB" has a unit, and 1.0 is all of a device'
 
 
 def format_seconds(seconds: float) -> str:

@@ -192,7 +192,7 @@ def document(figures: Mapping[str, Any]) -> str:
         )
         lines.append(f"| {name}{(run or {}).get('part', '')} | " + " | ".join(cells) + " |")
         lines += [f"| | | {test}: {reason} | | | |" for test, reason in (run or {}).get("failures", ())]
-    return "\n".join([*lines, "", _LIMITS + _SETTINGS, *_private(figures["private before"])])
+    return "\n".join([*lines, "", _LIMITS + _SETTINGS, *_private()])
 
 
 def _pythons(cores: Mapping[str, Any]) -> list[str]:
@@ -258,21 +258,18 @@ threads, and choices of libraries (`preferred_linalg_library` and the like).
 """
 
 
-def _private(before: Mapping[str, list[str]]) -> list[str]:
-    after = private_names_below(ROOT / "lightning_rotor")
-    was, now = (f"{sum(map(len, found.values()))} in {len(found)} files" for found in (before, after))
-    lines = [
+def _private() -> list[str]:
+    found = private_names_below(ROOT / "lightning_rotor")
+    return [
         "## Private names of torch and Lightning",
         "",
-        f"{was} before (commit 5081b7c), {now} now, each with its reason there.",
-        "`tests/test_private.py` asks each what it must do.",
+        f"{sum(map(len, found.values()))} in {len(found)} files, each with its reason there. `tests/test_private.py` asks each what it must do.",
+        "",
+        "| file | names |",
+        "|---|---|",
+        *(f"| {file} | {', '.join(f'`{name}`' for name in names)} |" for file, names in found.items()),
         "",
     ]
-    for title, found in (("now", after), ("before", before)):
-        lines += [f"### {title.capitalize()}", "", "| file | names |", "|---|---|"]
-        lines += [f"| {file} | {', '.join(f'`{name}`' for name in names)} |" for file, names in found.items()]
-        lines.append("")
-    return lines
 
 
 def main() -> None:

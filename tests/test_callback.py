@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.random_chains import random_chain
-from lightning_rotor import BudgetError, ModelError, Plan, RotorCallback, RotorWarning, Schedule, UnitError
+from lightning_rotor import BudgetError, ModelError, OptionError, Plan, RotorCallback, RotorWarning, Schedule, UnitError
 from lightning_rotor.callbacks.rotor_callback import _ProcessPlan
 from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.private.values import tensors_in
@@ -531,5 +531,5 @@ def test_an_impossible_limit_can_be_a_warning(tmp_path: Path) -> None:
     assert callback.budget_bytes == 10 * 1024 < callback.predicted_peak_bytes
     assert callback.predicted_peak_bytes == pytest.approx(callback.measured_peak_bytes, rel=0.05)
     assert_equal_runs(plain, planned, left, right)
-    with pytest.raises(UnitError, match='expected "raise" or "warn"'):
+    with pytest.raises(OptionError, match='expected "raise" or "warn"'):
         RotorCallback(on_infeasible="ignore")  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_rotor.planned.module_plans
-from lightning_rotor import Checkpointable, RotorCallback, UnitError
+from lightning_rotor import Checkpointable, OptionError, RotorCallback
 from lightning_rotor.planned import step_watch
 from lightning_rotor.planned.measurements import Measurements
 from lightning_rotor.planned.module_plans import ModulePlans
@@ -124,7 +124,7 @@ def test_the_plans_used_last_are_kept(tmp_path: Path, measured: list[Any]) -> No
     train(nn.Sequential, [16, 20, 18, 16, 20], tmp_path, rotor)
     assert rotor.plan is not None
     assert len(measured) == 1
-    with pytest.raises(UnitError, match="max_plans is 0: expected a positive integer"):
+    with pytest.raises(OptionError, match="max_plans is 0: expected a positive integer"):
         train(nn.Sequential, [16], tmp_path, RotorCallback("1GiB", "body", max_plans=0, show_table=False))
 
 

@@ -33,6 +33,6 @@ def test_a_document_names_what_did_not_pass() -> None:
         "lightning": "2.6",
         "minutes": 5,
     }
-    text = document({"torch": {TORCHS[0]: core}, "instructions": {}, "private before": {}})
+    text = document({"torch": {TORCHS[0]: core}, "instructions": {}})
     assert "| callback | **1 of 2** | not run | not run | not run |" in text
     assert f"- torch {TORCHS[0]}, callback: **failed**: test_other (AssertionError: why)" in text

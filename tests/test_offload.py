@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.random_chains import KINDS, random_chain, random_moves, random_schedule
-from lightning_rotor import Checkpointable, Offload, OffloadError, RotorCallback, RotorWarning, UnitError
+from lightning_rotor import Checkpointable, Offload, OffloadError, OptionError, RotorCallback, RotorWarning, UnitError
 from lightning_rotor.errors import ScheduleError
 from lightning_rotor.link import Link
 from lightning_rotor.offload import parse_offload
@@ -153,14 +153,16 @@ def test_calls_that_wait_together_move_nothing_and_say_so(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("value", ["cpu", "disk:", "disk", "nvme:/x", "", "Host"])
 def test_an_unknown_target_lists_those_that_there_are(value: str) -> None:
-    with pytest.raises(UnitError, match=r'offload is .*: expected "host" or "host:20GiB" for pinned memory .*"disk:/'):
+    with pytest.raises(
+        OptionError, match=r'offload is .*: expected "host" or "host:20GiB" for pinned memory .*"disk:/'
+    ):
         Checkpointable(deep(), offload=value)
-    with pytest.raises(UnitError, match=r"offload is "):
+    with pytest.raises(OptionError, match=r"offload is "):
         RotorCallback("1GiB", offload=value)
 
 
 def test_what_is_no_text_is_refused() -> None:
-    with pytest.raises(UnitError, match="offload is 5 of type int: expected"):
+    with pytest.raises(OptionError, match="offload is 5 of type int: expected"):
         parse_offload(5)  # type: ignore[arg-type]
 
 
@@ -172,7 +174,9 @@ def test_a_limit_that_is_no_size_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("bandwidth", [0, -1.0, float("inf"), (1e9,), (1e9, 0), (1e9, 1e9, 1e9)])
 def test_a_speed_that_is_none_is_refused(bandwidth: Any) -> None:
-    with pytest.raises(UnitError, match=r"bandwidth of offload is .*: expected a positive number of bytes per second"):
+    with pytest.raises(
+        OptionError, match=r"bandwidth of offload is .*: expected a positive number of bytes per second"
+    ):
         Offload("host", bandwidth=bandwidth)
 
 

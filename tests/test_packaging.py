@@ -14,7 +14,14 @@ import pytest
 import yaml
 
 import lightning_rotor
+from tests import release
+from tests.compatibility import TORCHS
 from tests.processes import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 NAME = f"lightning_rotor-{lightning_rotor.__version__}"
 LINK = re.compile(r"\]\(([^)]+)\)")
@@ -73,7 +80,9 @@ def test_the_source_distribution_has_all_that_tests_and_documents_need(unpacked:
         assert names(ROOT / folder) == names(unpacked / folder)
     for link in LINK.findall((ROOT / "README.md").read_text()):
         assert link.startswith("https://") or (unpacked / link).exists(), f"README.md links {link}"
-    assert {"mkdocs.yml", "CITATION.cff", "Makefile"} <= {path.name for path in unpacked.iterdir()}
+    assert {"mkdocs.yml", "CITATION.cff", "CODE_OF_CONDUCT.md", "Makefile", "SECURITY.md"} <= {
+        path.name for path in unpacked.iterdir()
+    }
 
 
 def test_the_wheel_has_the_package_alone(installed: Distribution) -> None:
@@ -112,23 +121,51 @@ def test_no_tracked_file_is_above_one_mebibyte() -> None:
     assert not heavy
 
 
-def test_the_citation_names_this_version() -> None:
+def test_all_files_name_one_version() -> None:
+    assert release.disagreements() == []
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert cited["version"] == lightning_rotor.__version__
     assert {"message", "title", "authors", "license"} <= cited.keys()
+    assert lightning_rotor.__version__ == "1.0.0"
 
 
-def test_workflows_run_the_commands_of_the_makefile() -> None:
+def test_the_workflow_and_the_local_entry_run_the_commands_of_the_makefile() -> None:
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     (job,) = workflow["jobs"].values()
-    assert {"demo", "test"} <= set(job["strategy"]["matrix"]["target"]) <= targets
-    assert any(step.get("run", "").startswith("make ") for step in job["steps"])
+    commands = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run ${{ matrix.arguments }}"]
+    matrix = job["strategy"]["matrix"]
+    arguments = [*matrix["arguments"], *(more["arguments"] for more in matrix["include"])]
+    run = {text.split()[0] for text in arguments}
+    assert {"test", "demo", "docs", "release-check"} == run <= targets
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = re.findall(r"Python :: (3\.\d+)", " ".join(about["classifiers"]))
+    assert matrix["python"] == declared
+    torchs = [text.partition("TORCH=")[2] for text in arguments if "TORCH=" in text]
+    assert torchs == [TORCHS[0], TORCHS[-1]]
+    assert f"torch>={TORCHS[0].rpartition('.')[0]}" in about["dependencies"]
+    entry = (ROOT / ".ci" / "run").read_text()
+    assert entry.endswith('exec make "$@"\n')
+    assert ".DEFAULT_GOAL := test\n" in (ROOT / "Makefile").read_text()
 
 
-def test_the_console_script_says_its_version_by_its_name(installed: Distribution) -> None:
-    site = Path(str(installed.locate_file(".")))
-    script = site / "bin" / "lightning-rotor"
-    environment = {"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([script, "--version"], cwd=site, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == f"lightning-rotor {lightning_rotor.__version__}\n"
+def test_a_release_passes_its_check_with_borrowed_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its wheel, in an environment of its own, says its version and runs the first example of the README."""
+    pytest.importorskip("hatch_fancy_pypi_readme")
+    assert release.main(["--borrow"]) == 0
+    said, numbers, *_ = capsys.readouterr().out.splitlines()
+    assert said.startswith(
+        f"lightning-rotor {lightning_rotor.__version__}: lightning_rotor-1.0.0-py3-none-any.whl installs"
+    )
+    schedule, overhead, _ = numbers.split()
+    assert schedule
+    assert float(overhead) == 0.0
+
+
+def test_a_version_that_another_file_names_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release, "VERSION", "9.9")
+    assert release.disagreements() == [
+        "CITATION.cff names 1.0.0, and the package 9.9",
+        "CHANGELOG.md names 1.0.0, and the package 9.9",
+    ]
+    assert not release.is_dated()

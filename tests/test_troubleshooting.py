@@ -1,7 +1,8 @@
 """docs/troubleshooting.md has an entry for every error and warning of the package, found in its source.
 
 An entry is a row of a table: the message up to where it says what was expected, with ``…`` for what it fills in, as
-``code``, and what to do. A failing test prints the rows that are missing.
+``code``, and what to do. A row may name what ``…`` stands for, as in ``<layer>``, so that its reader need not guess. A
+failing test prints the rows that are missing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tests.processes import ROOT
 PACKAGE = ROOT / "lightning_rotor"
 PAGE = ROOT / "docs" / "troubleshooting.md"
 ENTRY = re.compile(r"^\| `(?P<message>[^`]+)` \| (?P<help>.+) \|$", re.MULTILINE)
+NAMED = re.compile(r"<[a-z][^<>`]*>")
 HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 
 # Functions that make messages, and where what they made is raised or warned of without being spelled out there.
@@ -100,7 +102,7 @@ def messages() -> dict[str, str]:
 
 
 def test_every_message_has_an_entry_that_says_what_to_do() -> None:
-    entries = {match["message"]: match["help"] for match in ENTRY.finditer(PAGE.read_text())}
+    entries = {NAMED.sub("…", match["message"]): match["help"] for match in ENTRY.finditer(PAGE.read_text())}
     missing = [f"| `{name}` | what it means and what to do |" for name in messages() if name not in entries]
     assert not missing, "add to docs/troubleshooting.md, in your words:\n" + "\n".join(missing)
     stale = sorted(entries.keys() - messages().keys())

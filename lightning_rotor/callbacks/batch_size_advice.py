@@ -11,6 +11,7 @@ from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.isolated import kept_attributes, undisturbed
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
+from lightning_rotor.planned.target_search import check_names
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private import lightning_packages as packages
 from lightning_rotor.private.values import tensors_in
@@ -47,7 +48,7 @@ class RotorBatchSizeAdvice(Callback):
         batch_sizes: Candidates; by default powers of two and halfway between, up to the first that does not fit.
         show_table: Print the candidates.
     Raises:
-        ModelError: When training starts: no such module or attribute, or ``training_step`` does not call the module.
+        ModelError: ``module`` is no name. When training starts: no such module or attribute, or ``training_step`` does not call the module.
         SampleError: When training starts: the module's input is no batch of two samples or more.
         BudgetError: When training starts: none of the sizes fits.
     Example:
@@ -66,6 +67,7 @@ class RotorBatchSizeAdvice(Callback):
     ) -> None:
         super().__init__()
         self._limit = parse_limit(mem_limit)
+        check_names(module, several=False)
         self._module_name = module
         self._set_batch_size = set_batch_size
         self._batch_arg_name = batch_arg_name

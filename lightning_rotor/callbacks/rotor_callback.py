@@ -12,13 +12,14 @@ from rich.table import Table
 
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
-from lightning_rotor.errors import UnitError
+from lightning_rotor.errors import OptionError
 from lightning_rotor.offload import Offload, parse_offload
 from lightning_rotor.planned.cache import MAX_PLANS
 from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.out_of_memory import is_shortage
 from lightning_rotor.planned.step_planner import StepPlanner
 from lightning_rotor.planned.step_state import State
+from lightning_rotor.planned.target_search import check_names
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.joint_chain import StepPlan
 from lightning_rotor.private import lightning_names as private
@@ -301,7 +302,7 @@ class RotorCallback(Callback):
         on_infeasible: Where no plan fits ``mem_limit``: ``"raise"`` ends training with the least limit that would do;
             ``"warn"`` says so once, and trains with the plan that takes least.
         slots: Resolution of the planner: more finds better schedules in long chains, and takes longer.
-        max_plans: Plans that are kept, one for each input shape, those used last.
+        max_plans: Plans that are kept, one for each input shape, those used last; 64 by default.
         compiled_variants: Under which other activation memory budgets blocks that you compiled may run: ``"exact"``,
             those that compute the bits of your compiled block; ``"close"``, also those that differ from it by rounding;
             ``"off"``, none, and nothing is compiled again.
@@ -314,10 +315,11 @@ class RotorCallback(Callback):
         log_plan: Give the plan to loggers that take pictures and text (TensorBoard, W&B, MLflow): memory over a step as
             a figure, if matplotlib is installed, and the table of stages as text.
     Raises:
-        UnitError: ``mem_limit`` is not positive, or cannot be read; ``on_infeasible`` or ``compiled_variants`` is none
-            of those above, nor is ``offload``; in ``setup``: ``slots`` or ``max_plans`` is not positive.
-        ModelError: In ``setup``: no such module, or none that is supported. In the first training batch: it cannot be
-            cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
+        UnitError: ``mem_limit`` is not positive, or cannot be read.
+        OptionError: ``on_infeasible``, ``compiled_variants`` or ``offload`` is none of those above; ``slots`` or
+            ``max_plans`` is no positive integer.
+        ModelError: ``module`` is no name. In ``setup``: no such module, or none that is supported. In the first
+            training batch: it cannot be cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
             module that can be.
         BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
             fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
@@ -353,14 +355,16 @@ class RotorCallback(Callback):
         super().__init__()
         # Whatever can be wrong without a model is said here, where the user's line is in the traceback.
         if on_infeasible not in ("raise", "warn"):
-            raise UnitError(f'on_infeasible is {on_infeasible!r}: expected "raise" or "warn"')
+            raise OptionError(f'on_infeasible is {on_infeasible!r}: expected "raise" or "warn"')
         self._limit = parse_limit(mem_limit)
         self._on_infeasible = on_infeasible
-        self._module_name = module
-        self._slots = slots
-        self._max_plans = max_plans
-        self._compiled_variants = check_variants(compiled_variants)
-        self._offload = parse_offload(offload)
+        self._module_name = check_names(module)
+        self._settings = PlanSettings(
+            slots,
+            max_plans,
+            check_variants(compiled_variants),
+            offload=parse_offload(offload),
+        )
         self._show_table = show_table
         self._progress_bar = progress_bar
         self._log_plan = log_plan
@@ -420,7 +424,7 @@ class RotorCallback(Callback):
         self._printed = None
         limit = "what is free" if self._limit is None else str(self._limit)
         module = "chosen by compute" if self._module_name is None else str(self._module_name)
-        settings = {"mem_limit": limit, "module": module, "slots": self._slots}
+        settings = {"mem_limit": limit, "module": module, "slots": self._settings.slots}
         _log_hyperparameters(trainer, type(self).__qualname__, settings)
         # As early as can be: Lightning's tuners take all callbacks out behind this hook, and their trials are planned
         # as well.
@@ -503,7 +507,7 @@ class RotorCallback(Callback):
             self._limit,
             self._module_name,
             beyond=self._on_infeasible == "warn",
-            settings=PlanSettings(self._slots, self._max_plans, self._compiled_variants, offload=self._offload),
+            settings=self._settings,
             saved=self._saved,
         )
 

@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.compiling.partitioner import Partitioner, Saving
-from lightning_rotor.errors import UnitError
+from lightning_rotor.errors import OptionError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.partitioning import under_partitioner
 from lightning_rotor.stages.draws import DrawsSeen
@@ -63,9 +63,9 @@ def compiled_in(stage: Stage) -> list[nn.Module]:
 
 
 def check_variants(choice: Variants) -> Variants:
-    """The choice of variants; ``UnitError`` if it is none."""
+    """The choice of variants; ``OptionError`` if it is none."""
     if choice not in get_args(Variants):
-        raise UnitError(f"compiled_variants is {choice!r}: expected {', '.join(map(repr, get_args(Variants)))}")
+        raise OptionError(f"compiled_variants is {choice!r}: expected {', '.join(map(repr, get_args(Variants)))}")
     return choice
 
 

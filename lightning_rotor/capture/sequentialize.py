@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_rotor.capture.compiled_call import CompiledCut
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
-from lightning_rotor.errors import ModelError
+from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.sharding import Unit, units_below
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import require_tensors, tensors_in
@@ -87,6 +87,8 @@ def sequentialize(
         'sequential'
     """
     check_module(module)
+    if not isinstance(args, (tuple, list)):
+        raise SampleError(f"args is a {type(args).__name__}: expected a tuple of positional arguments, such as (x,)")
     require_tensors((args, kwargs))
     reasons: dict[str, str] = {}
     row: SequentialCut | None = None
@@ -138,6 +140,8 @@ def _has_layers(stage: Stage) -> bool:
 def check_module(module: nn.Module) -> None:
     """Raise ``ModelError`` if a module can be no chain, whatever its input: a single layer, or wrapped as a whole."""
     name = type(module).__name__
+    if not isinstance(module, nn.Module):
+        raise ModelError(f"module is a {name}: expected an nn.Module, such as an nn.Sequential of layers")
     if isinstance(module, torch.jit.ScriptModule):
         raise ModelError(
             f"{name} was scripted or traced (torch.jit), which leaves no Python code to cut: expected the module as it "

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
@@ -77,14 +78,13 @@ class FileMemory:
     def __init__(self, folder: Path | str, *, limit_bytes: int | None = None) -> None:
         self._folder = Path(folder)
         try:
-            self._file, path = tempfile.mkstemp(dir=self._folder)
-            Path(path).unlink()
+            self._file = _File(self._folder)
         except OSError as error:
             raise OffloadError(
                 f"no file can be made in {str(self._folder)!r} for what moves to disk ({error.strerror}): expected a "
                 'folder that exists and can be written to, such as offload="disk:/tmp"'
             ) from error
-        weakref.finalize(self, os.close, self._file)
+        weakref.finalize(self, self._file.close)
         self.places = Places()
         self._limit_bytes = limit_bytes
         # Two, as the two directions of a link are: a copy back need not wait for those that are still going out.
@@ -123,17 +123,17 @@ class FileMemory:
     def write(self, box: list[torch.UntypedStorage], at: int) -> None:
         """Write the storage in a box, and drop it."""
         storage = box.pop()
-        self._whole(os.pwrite, storage, at, "written to")
+        self._whole(self._file.write, storage, at, "written to")
 
     def read(self, box: list[torch.UntypedStorage], at: int, written: Future[None]) -> None:
         """Read into the storage in a box once it is written, and drop it."""
         written.result()
         storage = box.pop()
-        self._whole(_pread_into, storage, at, "read from")
+        self._whole(self._file.read_into, storage, at, "read from")
 
     def _whole(
         self,
-        copy: Callable[[int, memoryview, int], int],
+        copy: Callable[[memoryview, int], int],
         storage: torch.UntypedStorage,
         at: int,
         verb: str,
@@ -145,7 +145,7 @@ class FileMemory:
         done = 0
         try:
             while done < len(memory):
-                count = copy(self._file, memory[done:], at + done)
+                count = copy(memory[done:], at + done)
                 if count <= 0:
                     raise OSError(0, "the file ends")
                 done += count
@@ -158,6 +158,32 @@ class FileMemory:
         finally:
             # A view that stays in a traceback would point to memory that is given back.
             memory.release()
+
+
+class _File:
+    """A file without a name, which one thread may read while another one writes to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file: FileIO = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed with the memory
+        self._lock = threading.Lock()
+        self.close = self._file.close
+
+    def write(self, memory: memoryview, at: int) -> int:
+        """Write at a place; returns how many bytes were written."""
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self._file.fileno(), memory, at)
+        # Windows: a file has one position, for all threads.
+        with self._lock:
+            self._file.seek(at)
+            return self._file.write(memory)
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        """Fill memory from a place on; returns how many bytes were read."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [memory], at)
+        with self._lock:
+            self._file.seek(at)
+            return self._file.readinto(memory)
 
 
 _Job: TypeAlias = tuple["Future[None]", Callable[..., None], tuple[Any, ...]]
@@ -201,7 +227,3 @@ def _nothing() -> None:
 
 def _give_back(places: Places, at: int, size_bytes: int, _: Future[None]) -> None:
     places.give_back(at, size_bytes)
-
-
-def _pread_into(file: int, memory: memoryview, at: int) -> int:
-    return os.preadv(file, [memory], at)

@@ -253,7 +253,9 @@ def _runtime_copy() -> Callable[..., int]:
         loaded = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         libraries += sorted({line.split()[-1] for line in loaded if "libcudart.so" in line})
     for library in libraries:
-        copy = getattr(ctypes.CDLL(library), "cudaMemcpyAsync", None)
+        copy = None
+        with suppress(TypeError):  # Windows has no name for the process as a whole
+            copy = getattr(ctypes.CDLL(library), "cudaMemcpyAsync", None)
         if copy is not None:
             # To, from, bytes, kind, stream. Without types, ctypes would cut addresses to 32 bits.
             pointer = ctypes.c_void_p

@@ -17,7 +17,7 @@ from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.outside import Foresight
 from lightning_rotor.planning.solver import cause_and_remedy
 from lightning_rotor.simulator import Conditions
-from lightning_rotor.units import format_bytes
+from lightning_rotor.units import format_bytes, hint_of_units
 
 # Plans that are foreseen to exceed, before one has to show it. Each is solved for.
 _MOST_FORESEEN = 3
@@ -39,7 +39,8 @@ def limit_error(
     """
     return error(
         f"mem_limit {format_bytes(limit_bytes)} is below the minimum {format_bytes(minimum_bytes)} "
-        f"({minimum_bytes:,} bytes) for this model and batch: {needs}. {remedy[0].upper()}{remedy[1:]}",
+        f"({minimum_bytes:,} bytes) for this model and batch: {needs}. {remedy[0].upper()}{remedy[1:]}"
+        f"{hint_of_units(limit_bytes)}",
         budget_bytes=limit_bytes,
         minimum_bytes=minimum_bytes,
         stage=stage,

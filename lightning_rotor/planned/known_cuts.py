@@ -148,7 +148,7 @@ class KnownCuts:
             return cut, value
         has_one = len(args) == 1 and not kwargs
         require_tensors(args[0] if has_one else (args, kwargs))
-        self._require_initialized()
+        self._require_values()
         self._on_cut()
         # Generators that other threads draw from, and the module does not. Telling runs the module once more, which
         # processes that exchange messages must do equally often; so there it is left out.
@@ -205,8 +205,14 @@ class KnownCuts:
             self._modes = modes_of(self._module, self._submodules or ())
         return Signature.of(cut, value, self._modes)
 
-    def _require_initialized(self) -> None:
+    def _require_values(self) -> None:
         for name, parameter in self._module.named_parameters():
+            if parameter.is_meta:
+                raise ModelError(
+                    f"parameter {name!r} is on the meta device, without values: expected a model that can run. Call "
+                    'to_empty(device="cpu") and load its weights, or plan it without memory: '
+                    "python -m lightning_rotor plan --device meta"
+                )
             if isinstance(parameter, UninitializedParameter):
                 raise ModelError(
                     f"parameter {name!r} of a lazy module has no shape yet: expected an initialized model. Run a "

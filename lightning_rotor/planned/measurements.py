@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning.size_bounds import bound_at, most_growth
 from lightning_rotor.private.values import spelled
@@ -80,7 +80,7 @@ class Measurements:
         return Estimate(estimated, bound.is_near)
 
 
-def _is_told_by_shapes(cut: SequentialCut | GraphCut, measured: SequentialCut | GraphCut) -> bool:
+def _is_told_by_shapes(cut: Cut, measured: Cut) -> bool:
     """True if no operation of a recording has taken more than another's could with inputs of its shapes.
 
     Code may read a size from values, which no shape of an input tells: ``int(lengths.max())``. There is a recording for

@@ -29,7 +29,6 @@ from lightning_rotor.errors import (
     PlanError,
     ProfilerBusyError,
     ProfilingError,
-    UnitError,
 )
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.link import Link
@@ -52,7 +51,7 @@ from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.units import format_bytes, format_seconds, require_positive_integer
 
 _log = logging.getLogger(__name__)
 # One measurement serves at least so many sizes around it: each pays its part of the price.
@@ -76,7 +75,7 @@ class PlanSettings:
         show_progress: Show a progress bar while measuring or planning takes long.
         offload: Where plans may move what stages hold; None if they move nothing.
     Raises:
-        UnitError: ``slots`` or ``max_plans`` is no positive integer.
+        OptionError: ``slots`` or ``max_plans`` is no positive integer.
     """
 
     slots: int = DEFAULT_SLOTS
@@ -86,13 +85,8 @@ class PlanSettings:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        _require_positive("slots", self.slots, DEFAULT_SLOTS)
-        _require_positive("max_plans", self.max_plans, MAX_PLANS)
-
-
-def _require_positive(name: str, number: int, default: int) -> None:
-    if number < 1:
-        raise UnitError(f"{name} is {number!r}: expected a positive integer, such as the default {default}")
+        require_positive_integer("slots", self.slots, DEFAULT_SLOTS)
+        require_positive_integer("max_plans", self.max_plans, MAX_PLANS)
 
 
 @dataclass(slots=True)

@@ -55,6 +55,22 @@ class Target:
         return f"{self.place} ({type(self.module).__name__}): {self.reason}"
 
 
+def check_names(names: object, *, several: bool = True) -> str | list[str] | None:
+    """Names of modules as a user gave them, or None; ``ModelError`` if they are none."""
+    if names is None or isinstance(names, str):
+        return names
+    listed = list(names) if isinstance(names, (list, tuple)) else None
+    if several and listed and all(isinstance(name, str) for name in listed):
+        return listed
+    found = f"a {type(names).__name__}"
+    if listed is not None:
+        found += f" of {len(listed)}"
+    raise ModelError(
+        f"module is {found}: expected the dotted name of a module, as in model.named_modules(), such as "
+        f'module="net.blocks"{", or a list of names" if several else ""}'
+    )
+
+
 def named_target(model: nn.Module, name: str) -> Target:
     """The submodule that the user named; ``ModelError`` if it does not exist, or can be no chain."""
     try:

@@ -10,15 +10,17 @@ its own fills Numba's cache, and plain loops, which find the same plans, serve u
 A process and not a thread: a thread that compiles holds Python's lock while stages are timed, and generators that
 several threads may draw from cannot be set back. It goes on if this process ends. Of several processes (ranks, jobs
 that share a home) one compiles: the others find its lock.
+
+Windows has neither such locks nor ``fork``. There plain loops serve, unless compiling here takes less time than they.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import time
@@ -73,7 +75,7 @@ if not os.path.exists(marker):
 def prepare() -> None:
     """Let another process compile, unless that was done before, is being done, or cannot be done."""
     module = _decorated()
-    if module is not None and not _marker(module).exists():
+    if module is not None and _can_lock() and not _marker(module).exists():
         _let_compile(module)
 
 
@@ -87,6 +89,8 @@ def compiled_kernels(patience_seconds: float = math.inf) -> ModuleType | None:
     module = _decorated()
     if module is None or _marker(module).exists():
         return module
+    if not _can_lock():
+        return module if patience_seconds > _COMPILING_SECONDS else None
     _let_compile(module)
     begin = time.monotonic()
     while _is_being_compiled(module):
@@ -147,8 +151,15 @@ def _let_compile(module: ModuleType) -> None:
         _log.info("compiling the planner for long chains in another process, once; plans are the same meanwhile")
 
 
+def _can_lock() -> bool:
+    """True if processes of this system can lock files and leave a child behind; all but Windows' can."""
+    return util.find_spec("fcntl") is not None and hasattr(os, "fork")
+
+
 def _is_being_compiled(module: ModuleType) -> bool:
     """True if a process holds the lock."""
+    import fcntl
+
     try:
         with _lock(module).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

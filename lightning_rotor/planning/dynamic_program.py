@@ -62,9 +62,9 @@ hal-02352969, refined: gradients and temporaries count only while they are alive
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
 import numpy as np
@@ -180,11 +180,17 @@ def _room_for(needs: Requirements, size: int) -> Rows:
     starts = np.cumsum([1, *(counts * size)])
     spans = np.zeros((int(rows[-1]), 3), np.int64)
     spans[1:, FIRST] = NEVER
-    # Not from NumPy, whose huge pages would be taken as a whole: about a quarter of all numbers is ever stored.
-    memory = mmap(-1, 8 * int(starts[-1]), MAP_PRIVATE | MAP_ANONYMOUS)
-    values = np.frombuffer(memory)
+    values = _untouched(int(starts[-1]))
     values[0] = 0.0
     return Rows(size, rows[:n], rows[n:-1], spans, values, starts[:-1].copy())
+
+
+def _untouched(count: int) -> np.ndarray:
+    """Numbers that take memory once they are written."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return np.zeros(count)
+    # Not from NumPy, whose huge pages would be taken as a whole.
+    return np.frombuffer(mmap.mmap(-1, 8 * count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def _cores() -> int:

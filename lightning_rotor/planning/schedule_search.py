@@ -27,13 +27,12 @@ from lightning_rotor.planning.requirements import requirements_of
 from lightning_rotor.planning.retained_skips import retains_from_birth
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 from lightning_rotor.simulator import BytesAround, Conditions, Simulation, bytes_around, simulate
-from lightning_rotor.units import is_positive_integer
+from lightning_rotor.units import require_positive_integer
 
 
 def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
     """At least ``slots``, and more for short chains, where they cost next to nothing."""
-    if not is_positive_integer(slots):
-        raise ValueError(f"slots is {slots!r}: expected a positive integer, such as {DEFAULT_SLOTS}")
+    require_positive_integer("slots", slots, DEFAULT_SLOTS)
     limits = effort.current
     sums_per_slot = stages**3 / 6
     numbers_per_slot = stages**2

@@ -8,14 +8,20 @@ from functools import lru_cache
 from typing_extensions import Unpack
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.errors import BudgetError
+from lightning_rotor.errors import BudgetError, ModelError
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.frontier import Frontier, frontier_of
 from lightning_rotor.planning.moving_search import MovingSearch
 from lightning_rotor.planning.plan import Plan
 from lightning_rotor.planning.schedule_search import fine_slots
 from lightning_rotor.simulator import Conditions, Simulation
-from lightning_rotor.units import format_bytes, formatted_apart, is_positive_integer
+from lightning_rotor.units import (
+    format_bytes,
+    formatted_apart,
+    hint_of_units,
+    is_positive_integer,
+    require_positive_integer,
+)
 
 
 def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
@@ -41,17 +47,27 @@ def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step:
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return _solver(chain, slots, **step).plan(budget_bytes)
+    return _solver_of(chain, slots, **step).plan(budget_bytes)
 
 
 def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
     """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
-    return _solver(chain, slots, **step).minimum()
+    return _solver_of(chain, slots, **step).minimum()
 
 
 def frontier(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Frontier:
     """Every useful budget and what it costs in time, from one solve; arguments as for :func:`plan`."""
-    return frontier_of(_solver(chain, slots, **step))
+    return frontier_of(_solver_of(chain, slots, **step))
+
+
+def _solver_of(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
+    """The solver of a chain; ``ModelError`` if it is none."""
+    if not isinstance(chain, Chain):
+        raise ModelError(
+            f"the chain is a {type(chain).__name__}: expected a Chain of costs, such as profile_chain(stages, x).chain"
+        )
+    require_positive_integer("slots", slots, DEFAULT_SLOTS)
+    return _solver(chain, slots, **step)
 
 
 # A chain is often planned again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
@@ -108,7 +124,7 @@ class Solver(MovingSearch):
         budget, minimum = formatted_apart(allowed_bytes, least.peak_bytes)
         cause, remedy = cause_and_remedy(allowed_bytes, least.peak_bytes, stage, gradient_bytes)
         reason = f"this chain's minimum {minimum} ({cause})"
-        message = f"budget {budget} is below {reason}: {remedy}"
+        message = f"budget {budget} is below {reason}: {remedy}{hint_of_units(allowed_bytes)}"
         if not is_positive_integer(budget_bytes):
             message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {reason}"
         return BudgetError(

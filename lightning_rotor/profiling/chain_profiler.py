@@ -19,7 +19,7 @@ that later readers add up. Without that, peaks were up to 10 % too low where onl
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules
 from lightning_rotor.chain import Chain, Skip, StageCost
-from lightning_rotor.errors import RotorWarning
+from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.execution.inversion import Way, can_be_fused
 from lightning_rotor.execution.isolated import kept_attributes, kept_parameters, lent_buffers, undisturbed
 from lightning_rotor.execution.segment_state import SegmentState, Statistic, state_of
@@ -107,6 +107,7 @@ def profile_chain(
         RotorWarning: A stage gives other bits when it runs again, pins memory that no checkpoint can free, or calls
             torch's checkpoint by itself.
     """
+    _require_stages(stages)
     require_tensors(sample)
     # The planner may have to be compiled. It is, in another process, while this one measures.
     prepare_for(len(stages))
@@ -149,6 +150,16 @@ def profile_chain(
         for message in complaints:
             warnings.warn(message, RotorWarning, stacklevel=2)
     return profile
+
+
+def _require_stages(stages: Iterable[object]) -> None:
+    """``ModelError`` if one is a layer, as of an ``nn.Sequential`` in the place of its stages."""
+    for stage in stages:
+        if not isinstance(stage, Stage):
+            raise ModelError(
+                f"a stage is a {type(stage).__name__}: expected stages, such as sequential_stages(net) or "
+                "sequentialize(net, (x,)).stages"
+            )
 
 
 def _inputs_of(stages: Sequence[Stage], sample: Any) -> dict[int, Boundary]:

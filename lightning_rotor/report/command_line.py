@@ -60,18 +60,42 @@ def _run(options: Namespace) -> None:
         sizes = find_batch_sizes(options)
         _write(batch_sizes_as_json(sizes, options.model) if options.json else [sizes])
         return
-    if options.plot or options.plot_curve:
-        new_figure(1, 1)  # an error before minutes of measuring
+    _check_pictures(options)  # an error before minutes of measuring
     answer = answer_to(options)
     _write(plan_as_json(answer) if options.json else answer_tables(answer))
     for path, save in answer_pictures(answer):
         try:
             save(path)
         except (OSError, ValueError) as error:
-            raise PlotError(
-                f"the picture cannot be written: {error}. Expected a name that ends in .png, .svg or .pdf"
-            ) from error
+            raise _unwritten(str(error)) from error
         _say(f"wrote {path}")
+
+
+def _check_pictures(options: Namespace) -> None:
+    """``PlotError`` if a picture that was asked for cannot be drawn, or not be written where it is to be."""
+    drawn = [path for path in (options.plot, options.plot_curve) if path is not None]
+    if drawn:
+        new_figure(1, 1)
+    for path in (*drawn, options.draw):
+        if path is None:
+            continue
+        formats = (".svg",) if path == options.draw else (".png", ".svg", ".pdf")
+        if path.suffix.lower() not in formats:
+            reason = f"{str(path)!r} ends in {path.suffix!r}" if path.suffix else f"{str(path)!r} has no ending"
+        elif not path.parent.is_dir():
+            reason = f"there is no folder {str(path.parent)!r}"
+        elif path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            reason = f"{str(path)!r} cannot be written to"
+        else:
+            continue
+        raise _unwritten(reason)
+
+
+def _unwritten(reason: str) -> PlotError:
+    return PlotError(
+        f"the picture cannot be written: {reason}. Expected a name that ends in .png, .svg or .pdf (.svg for --draw), "
+        "in a folder that exists"
+    )
 
 
 def _write(answer: dict[str, Any] | Iterable[Any]) -> None:

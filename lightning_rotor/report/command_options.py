@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_rotor import __version__
 from lightning_rotor.errors import RotorError
 from lightning_rotor.profiling.accelerators import GPUS
 from lightning_rotor.profiling.input_spec import InputSpec
-from lightning_rotor.report.named_models import assignment
+from lightning_rotor.report.named_models import assignment, did_you_mean
 
 _EXAMPLES = """
 examples:
@@ -38,9 +39,29 @@ def _gpu_name(name: str) -> str:
     return {gpu.lower(): gpu for gpu in GPUS}.get(name.lower(), name)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; how the program is used takes a screen, and is for who asks for it."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and remember what was given."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in self._given:
+            option = word.partition("=")[0]
+            if option.startswith("--") and not any(each.startswith(option) for each in known):
+                message += did_you_mean(option, known)
+        self.exit(
+            2,
+            f"{self.prog}: error: {message}{'' if message.endswith('?') else '.'} {self.prog} --help shows how it is used\n",
+        )
+
+
 def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
     """The command line, which its usage calls ``program``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=program,
         description="Train inside a memory limit: measure a model, plan the least recomputation that fits.",
     )
@@ -62,7 +83,10 @@ def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_advice_options(advise)
-    options = parser.parse_args(arguments)
+    options: Namespace
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        (plan if options.command == "plan" else advise).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "advise":
         return options
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +32,7 @@ from lightning_rotor.report.command_options import DEFAULT_GPU
 from lightning_rotor.report.named_models import model_maker, optimizers_for
 from lightning_rotor.units import parse_limit
 
+_LOOKS_UP = (nn.Embedding, nn.EmbeddingBag)
 _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 
@@ -81,9 +83,13 @@ def advice_for(options: Namespace) -> Advice:
     cluster = Cluster.of(
         options.gpu, options.devices, options.nodes, link=options.link, network=options.network
     )  # wrong ones are found before the model is made
-    with measuring_progress(enabled=sys.stderr.isatty()) as progress:
+    make = model_maker(options.model, dict(options.model_arguments))
+    with (
+        measuring_progress(enabled=sys.stderr.isatty()) as progress,
+        _hint_of_token_ids(lambda: build_on_meta(make), options.inputs),
+    ):
         return advise(
-            model_maker(options.model, dict(options.model_arguments)),
+            make,
             options.inputs,
             lambda model: optimizers_for(model, options.optimizer),
             cluster,
@@ -156,7 +162,10 @@ class _Case:
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
         device = torch.device(self.options.device)
-        with measuring_progress(enabled=sys.stderr.isatty()) as progress:
+        with (
+            measuring_progress(enabled=sys.stderr.isatty()) as progress,
+            _hint_of_token_ids(lambda: self.model, inputs),
+        ):
             if self.accelerator is not None:
                 model = _built(self.options, device, self.floating)  # each estimate makes its tensors its own
                 return estimate_profile(
@@ -168,6 +177,22 @@ class _Case:
                 if isinstance(cut, GraphCut):
                     require_same(self.model, cut, args, kwargs)
                 return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
+
+
+@contextmanager
+def _hint_of_token_ids(model: Callable[[], nn.Module], inputs: Sequence[InputSpec]) -> Iterator[None]:
+    """Context in which an error is explained if the model looks up token ids, and got none."""
+    try:
+        yield
+    except Exception as error:
+        embeddings = [name for name, module in model().named_modules() if isinstance(module, _LOOKS_UP)]
+        if not embeddings or any(not spec.dtype.is_floating_point for spec in inputs):
+            raise
+        shape = "x".join(map(str, inputs[0].shape)) or "8x512"
+        raise SampleError(
+            f"the model looks up token ids in {embeddings[0]!r}, and no input holds whole numbers: expected a type "
+            f"behind the shape of that input, such as --input {shape}:int64 ({error})"
+        ) from error
 
 
 def _built(options: Namespace, device: torch.device, floating: torch.dtype | None) -> nn.Module:

@@ -36,7 +36,8 @@ def plot_frontier(
         PlotError: matplotlib is not installed.
     """
     figure, (axes,) = panels_over_time((3.8,), width=4.6)
-    most_bytes = max(frontier[-1].peak_bytes, frontier.budget_bytes or 0) + reserved_bytes
+    # Not up to a budget far above, which would press the curve against the left border.
+    most_bytes = frontier[-1].peak_bytes + reserved_bytes
     least_bytes = frontier[0].peak_bytes + reserved_bytes
     span_bytes = most_bytes - least_bytes
     unit, unit_name = size_unit(most_bytes)

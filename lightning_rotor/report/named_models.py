@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ def _named(path: str) -> Any:
         # A file that is called like a module of Python's, or of another folder, is not that one.
         sys.modules.pop(module_name, None)
     else:
-        place, _, name = path.rpartition(".")
+        # With a colon, as entry points are written.
+        place, _, name = path.replace(":", ".").rpartition(".")
         folder = Path.cwd()
         module_name = place
     sys.path.insert(0, str(folder))
@@ -60,14 +63,25 @@ def _named(path: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
-        package = str(getattr(error, "name", None) or path).partition(".")[0]
+        missing = str(getattr(error, "name", None) or path)
         raise ModelError(
-            f"{place or path} cannot be imported: {error}. Try pip install {package} if that is a package. Expected "
-            "package.module.name, such as torchvision.models.resnet101, or file.py:name"
+            f"{place or path} cannot be imported: {error}. Expected package.module.name, such as "
+            f"torchvision.models.resnet101, or file.py:name. {_remedy(missing)}"
         ) from error
     if not hasattr(module, name):
-        raise ModelError(f"{place} has no {name!r}: {_EXPECTED}")
+        found = [each for each in dir(module) if not each.startswith("_") and callable(getattr(module, each, None))]
+        raise ModelError(f"{place} has no {name!r}: {_EXPECTED}{did_you_mean(name, found)}")
     return getattr(module, name)
+
+
+def _remedy(missing: str) -> str:
+    """A sentence about a module that was not found: its package is not there, or has modules of other names."""
+    package, _, name = missing.rpartition(".")
+    places = getattr(sys.modules.get(package), "__path__", None)
+    if places is None:
+        return f"Try pip install {missing.partition('.')[0]} if that is a package"
+    modules = [each.name for each in pkgutil.iter_modules(places)]
+    return did_you_mean(name, modules).removeprefix(". ") or f"{package} has no module {name!r}"
 
 
 def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
@@ -80,7 +94,10 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
             kinds[kind.__name__.lower()] = kind
     if name.lower() not in (*kinds, "none"):
-        raise ModelError(f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(kinds))}, or none")
+        raise ModelError(
+            f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(kinds))}, or none"
+            f"{did_you_mean(name.lower(), kinds)}"
+        )
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name.lower() == "none" or not learning:
         return []
@@ -94,6 +111,13 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
         return [kinds[name.lower()](learning, **arguments)]
     except (TypeError, ValueError) as error:
         raise ModelError(f"optimizer {text!r} cannot be made: {error}") from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about a name that is unknown: the known one that is most like it, if any is."""
+    by_lower = {each.lower(): each for each in known}
+    close = get_close_matches(name.lower(), by_lower, n=1)
+    return f". Did you mean {by_lower[close[0]]}?" if close else ""
 
 
 def assignment(text: str) -> tuple[str, Any]:

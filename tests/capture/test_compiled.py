@@ -18,9 +18,9 @@ from torch._functorch import config as functorch_config
 from lightning_rotor import (
     BudgetError,
     Checkpointable,
+    OptionError,
     RotorCallback,
     RotorWarning,
-    UnitError,
     plan,
     sequentialize,
 )
@@ -392,7 +392,7 @@ def test_blocks_that_look_alike_whatever_their_numbers_take_the_same_time(monkey
     "make", [lambda: Checkpointable(Net([]), compiled_variants="fast"), lambda: RotorCallback(compiled_variants="fast")]
 )
 def test_unknown_variants_are_refused(make: Callable[[], Any]) -> None:
-    with pytest.raises(UnitError, match="compiled_variants is 'fast': expected 'exact', 'close', 'off'"):
+    with pytest.raises(OptionError, match="compiled_variants is 'fast': expected 'exact', 'close', 'off'"):
         make()
 
 

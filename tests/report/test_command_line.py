@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import textwrap
 from pathlib import Path
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_chains import random_chain
+from lightning_rotor import plan
 from lightning_rotor.report.command_line import main
+from lightning_rotor.report.frontier_plot import plot_frontier
 from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import size_unit
 from tests.processes import run_python
 
 NETS = """
@@ -226,6 +231,8 @@ def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys
         (["--input", "8x64", "--plot", "/no/such/folder/a.png"], "the picture cannot be written"),
         (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the picture cannot be written"),
         (["--input", "8x64", "--plot", "picture.nonsense"], "expected a name that ends in"),
+        (["--input", "8x64", "--optimizer", "adamv"], "or none. Did you mean adam?"),
+        (["--input", "8x64", "--budgte", "1GiB"], "unrecognized arguments: --budgte 1GiB. Did you mean --budget?"),
     ],
 )
 def test_an_error_is_a_message_and_status_2(
@@ -242,13 +249,17 @@ def test_an_error_is_a_message_and_status_2(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("no.such.thing", "no.such cannot be imported: No module named 'no'. Try pip install no if that is a package"),
+        ("no.such.thing", "no.such cannot be imported: No module named 'no'. Expected package.module.name, such as"),
+        ("no.such.thing", "or file.py:name. Try pip install no if that is a package"),
         (
             "lacking.py:net",
-            "lacking.py cannot be imported: No module named 'absent_package'. Try pip install absent_package",
+            "lacking.py cannot be imported: No module named 'absent_package'. Expected package",
         ),
-        ("other.net", "other cannot be imported: No module named 'absent_package'. Try pip install absent_package"),
-        ("torch.nn.Linearr", "torch.nn has no 'Linearr'"),
+        ("other.net", "other cannot be imported: No module named 'absent_package'. Expected package"),
+        ("torch.nn.Linearr", "that makes a module. Did you mean Linear?"),
+        ("torch.nn:Linearr", "torch.nn has no 'Linearr'"),  # as entry points are written
+        ("torch.nnn.Linear", "or file.py:name. Did you mean nn?"),
+        ("torch.zzzzz.Linear", "or file.py:name. torch has no module 'zzzzz'"),
         ("nets.py:absent", "has no 'absent'"),
         ("absent.py:deep", "there is no file 'absent.py'"),
         ("nets.py:number", "expected a class or function that makes a module"),
@@ -256,7 +267,8 @@ def test_an_error_is_a_message_and_status_2(
         ("nets.py:Broken", "the user's own mistake"),
         (
             "nets.py:words",
-            "to have one of the following scalar types: Long, Int; but got",
+            "the model looks up token ids in '0', and no input holds whole numbers: expected a type behind the shape of "
+            "that input, such as --input 8x64:int64 (Expected tensor for",
         ),
     ],
 )
@@ -273,9 +285,54 @@ def test_models_that_are_none_are_named(
 @pytest.mark.parametrize(
     "arguments", [[], ["plan"], ["plan", "--model", "a.b", "--input", "8xx"], ["plan", "--gpu", "Z"]]
 )
-def test_a_wrong_command_line_says_how_it_is_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_line_that_says_who_shows_how_it_is_used(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
-    assert "usage: lightning-rotor" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    command = " ".join(["lightning-rotor", *arguments[:1]])
+    assert line.startswith(f"{command}: error: ")
+    assert line.endswith(f"{command} --help shows how it is used")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("option", "name", "message"),
+    [
+        ("--plot", "missing/step.png", "there is no folder 'missing'"),
+        ("--plot-curve", "curve", "'curve' has no ending"),
+        ("--plot-curve", "curve.jpeg2", "'curve.jpeg2' ends in '.jpeg2'"),
+        ("--draw", "net.png", "'net.png' ends in '.png'"),
+        ("--draw", "folder.svg", "'folder.svg' cannot be written to"),
+    ],
+)
+def test_where_pictures_go_is_checked_before_anything_is_measured(
+    device: str, option: str, name: str, message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.svg").mkdir()
+    # This model cannot even be imported.
+    asked = ["plan", "--model", "no.such.thing", "--input", "8", "--device", device, option, name]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == (
+        f"error: the picture cannot be written: {message}. Expected a name that ends in .png, .svg or .pdf "
+        "(.svg for --draw), in a folder that exists\n"
+    )
+
+
+def test_advice_suggests_token_ids_too(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "--model", f"{nets}:words", "--input", "8x64", "--devices", "2"]) == 2
+    assert "such as --input 8x64:int64 (" in capsys.readouterr().err
+
+
+def test_a_budget_far_above_leaves_the_curve_in_the_middle() -> None:
+    roomy = plan(random_chain(random.Random(0), 9, "cnn"), 2**50)
+    curve = roomy.frontier()
+    (axes,) = plot_frontier(curve).axes
+    left, right = axes.get_xlim()
+    unit, _ = size_unit(curve[-1].peak_bytes)
+    assert left * unit <= curve[0].peak_bytes
+    assert curve[-1].peak_bytes - curve[0].peak_bytes > 0.5 * (right - left) * unit
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "nan", "inf", "fast"])
