@@ -473,7 +473,7 @@ class PlannedModules:
             raise
 
     def _whole_around(self, target: Target) -> Target | None:
-        """What was compiled as a whole around a target, or the target, if its graph may be planned inside; else None."""
+        """The module that was compiled as a whole, at or around a target, if its graph may be planned; else None."""
         if self._settings.compiled_variants == "off":
             return None
         whole = whole_around(self._loop, target)

@@ -192,7 +192,7 @@ def is_inductor(backend: Any) -> bool:
 
 
 def is_aot_eager(backend: Any) -> bool:
-    """True if a backend is ``"aot_eager"``, which traces forward and backward as Inductor does, and compiles nothing."""
+    """True if a backend is ``"aot_eager"``: it traces forward and backward as Inductor does, and compiles nothing."""
     # torch.compile wraps what is registered under the name.
     function = getattr(backend, "compiler_fn", backend)
     return getattr(function, "__qualname__", "") == "aot_eager" and function.__module__.startswith("torch._dynamo.")
