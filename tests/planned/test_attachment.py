@@ -19,6 +19,7 @@ class Doubled:
     """Runs a module, and doubles what it returns."""
 
     active = True
+    compiled = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
