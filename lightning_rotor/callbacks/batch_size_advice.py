@@ -48,7 +48,8 @@ class RotorBatchSizeAdvice(Callback):
         batch_sizes: Candidates; by default powers of two and halfway between, up to the first that does not fit.
         show_table: Print the candidates.
     Raises:
-        ModelError: ``module`` is no name. When training starts: no such module or attribute, or ``training_step`` does not call the module.
+        ModelError: ``module`` is no name. When training starts: no such module or attribute, or ``training_step`` does
+            not call the module.
         SampleError: When training starts: the module's input is no batch of two samples or more.
         BudgetError: When training starts: none of the sizes fits.
     Example:
@@ -73,13 +74,14 @@ class RotorBatchSizeAdvice(Callback):
         self._batch_arg_name = batch_arg_name
         self._batch_sizes = batch_sizes
         self._show_table = show_table
-        self.advice: BatchSizeAdvice | None = None  # what was found when training started
+        # Of the training that has started last.
+        self.advice: BatchSizeAdvice | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure with the first batch of the training dataloader, and predict."""
-        if self._set_batch_size and not packages.function("utilities.parsing.lightning_hasattr")(
-            pl_module, self._batch_arg_name
-        ):
+        # Before anything is measured, which would be for nothing.
+        has_attribute = packages.function("utilities.parsing.lightning_hasattr")
+        if self._set_batch_size and not has_attribute(pl_module, self._batch_arg_name):
             raise ModelError(
                 f"there is no attribute {self._batch_arg_name!r} to set: expected one of the LightningModule, its "
                 "hparams or the LightningDataModule. Name another one with batch_arg_name, or leave out "
@@ -87,27 +89,32 @@ class RotorBatchSizeAdvice(Callback):
             )
         trainer.fit_loop.setup_data()
         loader: Any = trainer.train_dataloader
-        with undisturbed(pl_module.device):  # an iterator of a dataloader draws its seed
+        # An iterator of a dataloader draws its seed.
+        with undisturbed(pl_module.device):
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
         loop = TrainerLoop(trainer, pl_module)
         limit_bytes = min(loop.told_by_all(loop.limit_bytes(self._limit, tensors_in(batch))))
         outcome: BatchSizeAdvice | RotorError
         try:
             outcome = self._advise(loop, batch, limit_bytes)
-        except RotorError as error:  # whoever ends alone leaves others waiting
+        except RotorError as error:
+            # Whoever ends alone leaves others waiting.
             outcome = error
         advices = []
-        for each in loop.told_by_all(outcome):
-            if isinstance(each, RotorError):
-                raise each
-            advices.append(each)
+        for told in loop.told_by_all(outcome):
+            if isinstance(told, RotorError):
+                raise told
+            advices.append(told)
+        # Batches of processes differ. A size that is too large for one of them would end the training of all.
         self.advice = min(advices, key=lambda advice: advice.best.batch_size)
         if self._show_table and trainer.is_global_zero:
             show(self.advice)
         best = self.advice.best
         _log.info("best batch size within %s: %d", format_bytes(self.advice.limit_bytes), best.batch_size)
         if self._set_batch_size:
-            packages.function("utilities.parsing.lightning_setattr")(pl_module, self._batch_arg_name, best.batch_size)
+            set_attribute = packages.function("utilities.parsing.lightning_setattr")
+            set_attribute(pl_module, self._batch_arg_name, best.batch_size)
+            # They have been made with the size of before.
             private.reset_loaders(trainer)
 
     def _advise(self, loop: TrainerLoop, batch: Any, limit_bytes: int) -> BatchSizeAdvice:
@@ -122,15 +129,26 @@ class RotorBatchSizeAdvice(Callback):
             raise ModelError(
                 f"{type(model).__name__} holds no submodule that can be planned: expected one with several layers"
             )
-        target, whole = chosen.module, Stage("", (model,))
-        with kept_attributes(whole, keep_parameters=False), loop.trainer.precision_plugin.train_step_context():
+        target = chosen.module
+        whole = Stage("", (model,))
+        precision = loop.trainer.precision_plugin
+        # Without copies of parameters, as nothing trains here.
+        with kept_attributes(whole, keep_parameters=False), precision.train_step_context():
+            # Before the first epoch, a Trainer may have left it in evaluation.
             model.train()
-            found = first_call(model, target, batch)
-            if found is None:
+            call = first_call(model, target, batch)
+            if call is None:
                 raise ModelError(
                     f"training_step does not call the {type(target).__name__} that was to be planned: name another "
                     "with module="
                 )
-            costs = measured_costs(target, *found[0])
-        resident = loop.resident(target, tensors_in(batch), torch.device(costs.chains[0].device))
-        return advice_from(costs, resident, limit_bytes=limit_bytes, batch_sizes=self._batch_sizes)
+            (args, kwargs), _ = call
+            costs = measured_costs(target, args, kwargs)
+        device = torch.device(costs.chains[0].device)
+        resident = loop.resident(target, tensors_in(batch), device)
+        return advice_from(
+            costs,
+            resident,
+            limit_bytes=limit_bytes,
+            batch_sizes=self._batch_sizes,
+        )

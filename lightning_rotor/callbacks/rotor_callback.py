@@ -62,9 +62,11 @@ class _ProcessPlan:
     @classmethod
     def of(cls, planner: StepPlanner) -> _ProcessPlan | None:
         """The plan that training runs; None before there is one."""
-        plan, watch = planner.plan, planner.watch
+        plan = planner.plan
+        watch = planner.watch
         if plan is None:
             return None
+        # Numbers and texts alone: it outlives the training, and must hold neither the model nor the Trainer.
         return cls(
             plan,
             planner.limit.size_bytes,
@@ -80,6 +82,7 @@ class _ProcessPlan:
 
     @property
     def predicted_peak_bytes(self) -> int:
+        # The optimizer's step is a moment of its own, in which no activation is left.
         return max(self.reserved_bytes + self.plan.peak_bytes, self.final_peak_bytes)
 
     def metrics(self) -> dict[str, float]:
@@ -97,11 +100,12 @@ class _ProcessPlan:
             "measured_reserved_bytes": self.measured_reserved_bytes,
             "measured_overhead_percent": None if overhead is None else 100 * overhead,
         }
-        return {name: number for name, number in numbers.items() if number is not None}
+        return _known(numbers)
 
     def _of_moves(self) -> dict[str, float]:
         """Numbers to log of a plan that may move something."""
         plan = self.plan
+        # Without offload there would be three curves of zeros in every logger.
         if plan.link is None:
             return {}
         return {
@@ -129,14 +133,19 @@ class _ProcessPlan:
         """A table of the costs of the plan, and of each of its calls if it is for several."""
         memory = []
         if self.measured_reserved_bytes is not None:
+            # The limit is about what is allocated. What nvidia-smi shows is nearer to this.
             reserved = format_bytes(self.measured_reserved_bytes)
             memory.append(("Reserved by PyTorch", f"{reserved}, with what it keeps for reuse"))
-        rows = [("Planned", self.target), *[("Not planned", self.left_out)] * bool(self.left_out)]
+        rows = [("Planned", self.target)]
+        if self.left_out:
+            # In the table, too: whoever reads that a limit is kept should see what it is kept without.
+            rows.append(("Not planned", self.left_out))
         if isinstance(self.plan, StepPlan):
-            whole = self.plan.chain.step_seconds
+            step_seconds = self.plan.chain.step_seconds
             for name, call in zip(self.plan.names, self.plan.calls, strict=True):
                 held = format_bytes(call.simulation.held_bytes)
-                share = f"{call.chain.step_seconds / whole:.0%} of the time, +{call.overhead:.1%}"
+                part = call.chain.step_seconds / step_seconds
+                share = f"{part:.0%} of the time, +{call.overhead:.1%}"
                 rows.append((f"Call of {name!r}", f"{share}; keeps {held} until its backward"))
         return plan_table(
             self.plan,
@@ -155,12 +164,16 @@ class _ProcessPlan:
         """The reason to show this plan after another one; empty if there is none before, None if nothing is new."""
         if before is None:
             return ""
-        chain, other = self.plan.chain, before.plan.chain
-        same_sizes = [each.keep.kept_bytes for each in chain] == [each.keep.kept_bytes for each in other]
-        if not same_sizes or chain.names != other.names:
+        chain = self.plan.chain
+        other = before.plan.chain
+        # Seconds are no part of it: another measurement of the same stages is no news.
+        sizes = [stage.keep.kept_bytes for stage in chain]
+        other_sizes = [stage.keep.kept_bytes for stage in other]
+        if sizes != other_sizes or chain.names != other.names:
             # Smaller inputs take less, and sizes may change at every step.
-            larger = self.predicted_peak_bytes > before.predicted_peak_bytes
-            return "a larger input came, or another module" if larger else None
+            if self.predicted_peak_bytes <= before.predicted_peak_bytes:
+                return None
+            return "a larger input came, or another module"
         if self.plan.schedule == before.plan.schedule:
             return None
         return "planned anew, by the bytes and seconds that steps have taken"
@@ -190,7 +203,7 @@ class _StepsAsCompiled:
             "measured_peak_bytes": self.measured_peak_bytes,
             "measured_reserved_bytes": self.measured_reserved_bytes,
         }
-        return {name: number for name, number in numbers.items() if number is not None}
+        return _known(numbers)
 
     def tell(self) -> None:
         """Log the peak, on one line."""
@@ -202,6 +215,15 @@ class _StepsAsCompiled:
         )
 
 
+def _known(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """The numbers that there are: loggers draw a curve of what they get, and take no None."""
+    known = {}
+    for name, number in numbers.items():
+        if number is not None:
+            known[name] = number
+    return known
+
+
 def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, Any]) -> None:
     """Give settings to every logger, before the Trainer gives those of the model."""
     for logger in trainer.loggers:
@@ -211,24 +233,30 @@ def _log_hyperparameters(trainer: pl.Trainer, prefix: str, values: Mapping[str, 
             for owner in (trainer.lightning_module, getattr(trainer, "datamodule", None)):
                 if owner is not None and private.logs_hyperparameters(owner):
                     named |= owner.hparams_initial
+            # The Trainer leaves out what LightningCLI has noted for itself.
             named.pop(private.CLASS_PATH, None)
         logger.log_hyperparams(named)
 
 
 def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
     """Give memory over one step, as a figure, and the stages, as text, to the loggers that take such things."""
-    loggers: list[Any] = [each for each in trainer.loggers if isinstance(each, (*_TENSORBOARD, *_WANDB, *_MLFLOW))]
+    taking = (*_TENSORBOARD, *_WANDB, *_MLFLOW)
+    loggers: list[Any] = [logger for logger in trainer.loggers if isinstance(logger, taking)]
     if not loggers:
         return
-    text, step, figure = rendered(shown.table(), stage_table(shown.plan)), private.logging_step(trainer), None
+    text = rendered(shown.table(), stage_table(shown.plan))
+    step = private.logging_step(trainer)
+    figure = None
     try:
         figure = plot_timeline(shown.plan, budget_bytes=shown.limit_bytes, reserved_bytes=shown.reserved_bytes)
     except PlotError as error:
+        # matplotlib is an extra. Whoever trains without it gets the text.
         _log.info("RotorCallback logs no picture of the plan: %s", error)
     for logger in loggers:
         plan, timeline = _named(logger, prefix, {"plan": text, "timeline": figure})
         if isinstance(logger, _TENSORBOARD):
-            indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown keeps columns in line
+            # It shows Markdown, in which four blanks keep columns in line.
+            indented = "\n".join(f"    {line}" for line in text.splitlines())
             logger.experiment.add_text(plan, indented, step)
             if figure is not None:
                 logger.experiment.add_figure(timeline, figure, step)
@@ -243,6 +271,7 @@ def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
 
 
 def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    # As Lightning's own DeviceStatsMonitor names what it logs, so that loggers group it.
     return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}
 
 
@@ -290,8 +319,8 @@ class RotorCallback(Callback):
         OptionError: ``on_infeasible``, ``compiled_variants`` or ``offload`` is none of those above; ``slots`` or
             ``max_plans`` is no positive integer.
         ModelError: ``module`` is no name. In ``setup``: no such module, or none that is supported. In the first
-            training batch: it cannot be cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
-            module that can be.
+            training batch: it cannot be cut into stages, and it was named. Nothing is planned, with a warning, where
+            ``training_step`` calls no module that can be.
         BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
             fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
         OffloadError: In the first training batch: there is no such memory for the model's device, or it does not give
@@ -324,20 +353,29 @@ class RotorCallback(Callback):
         log_plan: bool = True,
     ) -> None:
         super().__init__()
+        # Whatever can be wrong without a model is said here, where the user's line is in the traceback.
         if on_infeasible not in ("raise", "warn"):
             raise OptionError(f'on_infeasible is {on_infeasible!r}: expected "raise" or "warn"')
         self._limit = parse_limit(mem_limit)
         self._on_infeasible = on_infeasible
         self._module_name = check_names(module)
         self._settings = PlanSettings(
-            slots, max_plans, check_variants(compiled_variants), offload=parse_offload(offload)
+            slots,
+            max_plans,
+            check_variants(compiled_variants),
+            offload=parse_offload(offload),
         )
-        self._show_table, self._progress_bar, self._log_plan = show_table, progress_bar, log_plan
-        self._planner: StepPlanner | None = None  # while training
+        self._show_table = show_table
+        self._progress_bar = progress_bar
+        self._log_plan = log_plan
+        # While training.
+        self._planner: StepPlanner | None = None
         # Of the training before.
         self._last: _ProcessPlan | None = None
         self._last_as_compiled: _StepsAsCompiled | None = None
-        self._printed: _ProcessPlan | None = None  # in this training
+        # In this training.
+        self._printed: _ProcessPlan | None = None
+        # From one training to the next, and into checkpoints.
         self._saved: Mapping[str, Any] | None = None
 
     @property
@@ -377,17 +415,25 @@ class RotorCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
-        if stage == "fit":
-            self._planner = self._last = self._last_as_compiled = self._printed = None
-            limit = "what is free" if self._limit is None else str(self._limit)
-            module = "chosen by compute" if self._module_name is None else str(self._module_name)
-            settings = {"mem_limit": limit, "module": module, "slots": self._settings.slots}
-            _log_hyperparameters(trainer, type(self).__qualname__, settings)
-            if not packages.is_overridden("configure_model", pl_module):
-                self._attach(trainer, pl_module)
+        # Validation and testing keep no activations.
+        if stage != "fit":
+            return
+        self._planner = None
+        self._last = None
+        self._last_as_compiled = None
+        self._printed = None
+        limit = "what is free" if self._limit is None else str(self._limit)
+        module = "chosen by compute" if self._module_name is None else str(self._module_name)
+        settings = {"mem_limit": limit, "module": module, "slots": self._settings.slots}
+        _log_hyperparameters(trainer, type(self).__qualname__, settings)
+        # As early as can be: Lightning's tuners take all callbacks out behind this hook, and their trials are planned
+        # as well.
+        if not packages.is_overridden("configure_model", pl_module):
+            self._attach(trainer, pl_module)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach now if ``setup`` could not."""
+        # configure_model has run by now, and strategies have put their shards into the layers.
         if self._planner is None:
             self._attach(trainer, pl_module)
 
@@ -420,6 +466,7 @@ class RotorCallback(Callback):
     ) -> None:
         """Read the meter, log, and plan again if the limit was exceeded, or missed by far."""
         if self._planner is not None:
+            # Lightning raises where one logs before the first step, so what is known by then is logged here, too.
             if self._planner.end_step():
                 self._report(trainer)
             self._log_metrics(trainer)
@@ -430,6 +477,7 @@ class RotorCallback(Callback):
         if planner is None:
             return
         if planner.plan is not None and planner.state is not State.STEADY:
+            # It has ended before the steps were over that a new plan is watched for.
             self._report(trainer)
         if planner.has_run_as_compiled:
             return
@@ -448,9 +496,11 @@ class RotorCallback(Callback):
         """Give the module its own forward back; out of memory in a step, the next training plans with less."""
         if self._planner is not None and is_shortage(exception):
             self._planner.note_shortage(exception)
+        # Lightning calls no teardown after an exception.
         self._detach(pl_module)
 
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        # Before anything is measured, which runs the user's code and would log.
         hush(model)
         self._planner = StepPlanner(
             TrainerLoop(trainer, model, self),
@@ -463,19 +513,24 @@ class RotorCallback(Callback):
 
     def _detach(self, model: pl.LightningModule) -> None:
         unhush(model)
-        if self._planner is not None:
-            self._last = self._shown()
-            self._last_as_compiled = self._as_compiled()
-            self._planner.end()
-            self._saved, self._planner = self._planner.saved, None  # who holds the Trainer and the model is let go
+        if self._planner is None:
+            return
+        self._last = self._shown()
+        self._last_as_compiled = self._as_compiled()
+        self._planner.end()
+        self._saved = self._planner.saved
+        # It holds the Trainer and the model, which the user may want to be gone.
+        self._planner = None
 
     @property
     def state_key(self) -> str:
         """Tells callbacks for several modules of one model apart."""
+        # The limit is no part of it: a training that goes on with another one still knows what was measured.
         return f"{type(self).__qualname__}{ ({'module': self._module_name})!r}"
 
     def state_dict(self) -> dict[str, Any]:
         """Measurements and plans so far, in plain types."""
+        # Lightning loads checkpoints with weights_only, which takes no others.
         if self._planner is not None:
             self._planner.save()
             self._saved = self._planner.saved
@@ -483,6 +538,7 @@ class RotorCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on without measuring again, if the model is the one that was measured."""
+        # Lightning restores callbacks behind ``setup``; others may load a state before they train.
         if self._planner is None:
             self._saved = state_dict
         elif not self._planner.load(state_dict):
@@ -503,13 +559,16 @@ class RotorCallback(Callback):
     def _log_metrics(self, trainer: pl.Trainer) -> None:
         is_logged = bool(trainer.loggers) and private.logs_this_step(trainer)
         shown = None
+        # Most steps are not logged, and nothing is put together for those.
         if is_logged or self._progress_bar:
             shown = self._shown() or self._as_compiled()
         if shown is None:
             return
-        for logger in trainer.loggers if is_logged else ():
-            metrics = _named(logger, type(self).__qualname__, shown.metrics())
-            logger.log_metrics(metrics, step=private.logging_step(trainer))
+        if is_logged:
+            # To each logger directly, since each has a separator of its own.
+            for logger in trainer.loggers:
+                metrics = _named(logger, type(self).__qualname__, shown.metrics())
+                logger.log_metrics(metrics, step=private.logging_step(trainer))
         if self._progress_bar:
             values = {"rotor_overhead_%": shown.metrics()["overhead_percent"]}
             if shown.measured_peak_bytes is not None:
@@ -518,14 +577,18 @@ class RotorCallback(Callback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         """Show and log the plan that has settled."""
-        shown, as_compiled = self._shown(), self._as_compiled()
-        if as_compiled is not None and trainer.is_global_zero:
+        shown = self._shown()
+        as_compiled = self._as_compiled()
+        if not trainer.is_global_zero:
+            return
+        if as_compiled is not None:
             as_compiled.tell()
-        if shown is None or not trainer.is_global_zero:
+        if shown is None:
             return
         shown.tell()
         if self._log_plan:
             _log_plan(trainer, type(self).__qualname__, shown)
+        # Where sizes change, plans settle again and again. A table each time would be all that one sees.
         reason = shown.news_since(self._printed)
         if self._show_table and reason is not None:
             show(shown.table(reason))

@@ -40,7 +40,8 @@ _takes_argument = packages.function("utilities.signature_utils.is_param_in_hook_
 
 
 def _isolate(module: nn.Module, trainer: _TrainerStandIn) -> None:
-    if private.compiled_whole(module) is not None:  # compiled methods of the original stand in the place of the copy's
+    # Compiled methods of the original stand in the place of the copy's.
+    if private.compiled_whole(module) is not None:
         for name in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
             module.__dict__.pop(name, None)
     if is_compiled_function(module.__dict__.get("training_step")):
@@ -54,15 +55,27 @@ def _isolate(module: nn.Module, trainer: _TrainerStandIn) -> None:
 
 def silenced(optimizers: list[Any], schedulers: list[Any]) -> dict[str, Any]:
     """Methods of a LightningModule that do nothing; those that return something give what is there."""
-    names = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "clip_gradients")
-    return {
-        **dict.fromkeys(names, Silence()),
-        "optimizers": lambda *_, **__: _one_or_all(optimizers),
-        "lr_schedulers": lambda: _one_or_all(schedulers) or None,
-    }
+    methods: dict[str, Any] = dict.fromkeys(_SILENT, Silence())
+    # With whatever arguments: ``use_pl_optimizer`` is for those that step.
+    methods["optimizers"] = lambda *_, **__: _one_or_all(optimizers)
+    methods["lr_schedulers"] = lambda: _one_or_all(schedulers) or None
+    return methods
+
+
+# A backward, and what prepares or uses gradients, has nothing to work on in a run without values.
+_SILENT = (
+    "log",
+    "log_dict",
+    "print",
+    "manual_backward",
+    "toggle_optimizer",
+    "untoggle_optimizer",
+    "clip_gradients",
+)
 
 
 def _one_or_all(values: list[Any]) -> Any:
+    # As Lightning's own ``optimizers()`` answers.
     return values[0] if len(values) == 1 else values
 
 
@@ -70,6 +83,7 @@ class Silence:
     """Takes every call and every question, and does nothing."""
 
     def __getattr__(self, name: str) -> Self:
+        # Python asks for such names to find out what an object can do: copying it, say.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -99,11 +113,13 @@ def _harmless(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, torch.Tensor):
+        # A step may change it in place.
         return value.detach().clone()
     if isinstance(value, (list, tuple)):
         return [_harmless(item) for item in value]
     if isinstance(value, Mapping):
         return {key: _harmless(item) for key, item in value.items()}
+    # Loaders, strategies and loggers: whatever is asked of them is not asked of the real ones.
     return Silence()
 
 
@@ -118,17 +134,21 @@ def first_call(
 
     The step runs up to there and leaves nothing behind; its optimizer accepts everything.
     """
-    run, found = getattr(model, step), list[tuple[Call, Settings]]()
-    arguments, silence = [batch], Silence()
+    run = getattr(model, step)
+    calls: list[tuple[Call, Settings]] = []
+    silence = Silence()
+    arguments = [batch]
     for number, name in enumerate(("batch_idx", "dataloader_idx"), 2):
         if _takes_argument(run, name, min_args=number):
             arguments.append(0)
 
     @outside_of_graphs
     def reached(*args: Any, **kwargs: Any) -> NoReturn:
-        found.append(((args, kwargs), Settings()))
+        # The settings are those of this moment: a step may open autocast around the call.
+        calls.append(((args, kwargs), Settings()))
         raise _ReachedError
 
+    # A step may freeze some of them, as a GAN's does, and ends here before it sets them free again.
     learning = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     whole = Stage("", (model,))
     with suppress(_ReachedError), undisturbed(model.device), kept_attributes(whole), lent_buffers(whole):
@@ -137,21 +157,26 @@ def first_call(
         run(*arguments)
     for parameter, learns in learning:
         parameter.requires_grad_(learns)
-    return found[0] if found else None
+    if not calls:
+        return None
+    return calls[0]
 
 
-# Callbacks whose hooks at the end of a step allocate nothing worth a word.
-_HARMLESS = (
-    "lightning_rotor.",
-    *(
-        f"{package}.callbacks.{name}"
-        for package in ("lightning.pytorch", "pytorch_lightning")
-        for name in (
-            *("progress", "model_checkpoint", "early_stopping", "timer"),
-            *("device_stats_monitor", "lr_monitor", "on_exception_check"),
-        )
-    ),
+_HARMLESS_CALLBACKS = (
+    "progress",
+    "model_checkpoint",
+    "early_stopping",
+    "timer",
+    "device_stats_monitor",
+    "lr_monitor",
+    "on_exception_check",
 )
+"""Callbacks whose hooks at the end of a step allocate nothing worth a word."""
+_HARMLESS = ["lightning_rotor."]
+# Both names of Lightning, whose classes are different ones.
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    for _name in _HARMLESS_CALLBACKS:
+        _HARMLESS.append(f"{_package}.callbacks.{_name}")
 
 
 class TrainerLoop(TrainingLoop):
@@ -160,20 +185,21 @@ class TrainerLoop(TrainingLoop):
     model: pl.LightningModule
 
     def __init__(self, trainer: pl.Trainer, model: pl.LightningModule, callback: pl.Callback | None = None) -> None:
-        self.model, self.trainer = model, trainer
+        self.model = model
+        self.trainer = trainer
         self.warned_of = set()
         self.is_compiled = private.compiled_whole(model) is not None
         # Compiled as a whole, it leaves its forward to torch.compile.
         self.may_be_whole = packages.is_overridden("forward", model) and not self.is_compiled
-        self.may_run_as_compiled = not any(
-            isinstance(each, packages.from_each("callbacks.BatchSizeFinder"))
-            for each in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        # The tuner wants to hear in the forward that a batch is too large. As compiled, only the step's end would tell.
+        finder = packages.from_each("callbacks.BatchSizeFinder")
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        self.may_run_as_compiled = not any(isinstance(other, finder) for other in callbacks)
         self.is_lead = not trainer.global_rank
         self.local_processes = int(trainer.num_devices)
-        self.profiler_is_taken = isinstance(
-            getattr(trainer, "profiler", None), packages.from_each("profilers.PyTorchProfiler")
-        )
+        profiler = getattr(trainer, "profiler", None)
+        self.profiler_is_taken = isinstance(profiler, packages.from_each("profilers.PyTorchProfiler"))
+        # Questions from here on, since a Trainer moves the model and makes optimizers after its callbacks are set up.
         # Tuners take all callbacks out while one tries another batch.
         self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
         self.device = lambda: model.device
@@ -186,37 +212,54 @@ class TrainerLoop(TrainingLoop):
     @override
     def has_hooks_at_end(self) -> bool:
         """True if the user's code runs between a backward and the end of a step, whose memory nobody knows before."""
-        own = ("optimizer_step", "on_before_optimizer_step", "configure_gradient_clipping", "on_train_batch_end")
-        theirs = ("on_before_optimizer_step", "on_train_batch_end")
-        optimizers = self.trainer.optimizers
+        for name in (
+            "optimizer_step",
+            "on_before_optimizer_step",
+            "configure_gradient_clipping",
+            "on_train_batch_end",
+        ):
+            if packages.is_overridden(name, self.model):
+                return True
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
-        others = [each for each in callbacks if not type(each).__module__.startswith(_HARMLESS)]
-        return (
-            any(packages.is_overridden(name, self.model) for name in own)
-            or any(packages.overrides_hook(each, name) for each in others for name in theirs)
-            or any(has_step_hooks(each) for each in optimizers)
-        )
+        for callback in callbacks:
+            if type(callback).__module__.startswith(tuple(_HARMLESS)):
+                continue
+            for name in ("on_before_optimizer_step", "on_train_batch_end"):
+                if packages.overrides_hook(callback, name):
+                    return True
+        return any(map(has_step_hooks, self.trainer.optimizers))
 
     @override
     def compute(self, batch: Any, batch_idx: int) -> StepCompute:
         """FLOPs of the next step, as far as a dry run of ``training_step`` on a copy comes."""
-        training_step, stand_in = self.model.training_step, _TrainerStandIn(self.trainer)
+        training_step = self.model.training_step
+        stand_in = _TrainerStandIn(self.trainer)
         if _takes_argument(training_step, "dataloader_iter", explicit=True):
+            # A batch that a dry run took would be missing in the training.
             raise ProfilingError("its training_step takes batches from dataloader_iter by itself")
         numbered = _takes_argument(training_step, "batch_idx", min_args=2)
 
         def step(copy: pl.LightningModule, inputs: tuple[Any, ...]) -> Any:
             for module in copy.modules():
+                # A compiled forward calls the original, which it was made for.
                 if not is_compiler_wrapper(module) and is_compiled_function(module.__dict__.get("forward")):
-                    del module.__dict__["forward"]  # it calls the original
+                    del module.__dict__["forward"]
+                # A model may have others in it, each with a Trainer to ask.
                 if packages.lightning_module_class(module) is not None:
                     _isolate(module, stand_in)
             with self.trainer.precision_plugin.train_step_context():
+                # The step may read what the hook before it sets.
                 copy.on_train_batch_start(inputs[0], batch_idx)
                 return copy.training_step(*inputs)
 
         arguments = (batch, batch_idx) if numbered else (batch,)
-        return measure_compute(self.model, arguments, step, replacements={id(self.trainer): stand_in})
+        # A copy of the Trainer would be a copy of the data set, too.
+        return measure_compute(
+            self.model,
+            arguments,
+            step,
+            replacements={id(self.trainer): stand_in},
+        )
 
     def target(self, name: str | None, batch: Any, *, may_be_whole: bool) -> Target | None:
         """The submodule of this name; without one, that with most compute in a step, or most parameters (no batch)."""
@@ -231,6 +274,7 @@ class TrainerLoop(TrainingLoop):
     @contextmanager
     def untoggled(self) -> Iterator[None]:
         """Context in which ``toggle_optimizer`` is undone: the other parameters train later in the same step."""
+        # What Lightning has noted of them: their state before the optimizer's turn began.
         toggled = private.toggled_parameters(self.model)
         now = {parameter: parameter.requires_grad for parameter in toggled}
         try:
@@ -256,6 +300,7 @@ def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
 def hush(model: pl.LightningModule) -> None:
     """Let a model and all modules in it log nothing while their code runs again."""
     for module in model.modules():
+        # In the instance alone. What somebody else has put there stays: it could not be put back.
         if packages.lightning_module_class(module) is not None and "log" not in module.__dict__:
             module.__dict__["log"] = MethodType(log, module)
 

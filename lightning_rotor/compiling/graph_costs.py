@@ -20,13 +20,18 @@ _VIEWS = frozenset(("_unsafe_view", "reshape", "_reshape_alias"))
 def node_bytes(node: fx.Node) -> int:
     """Bytes of the tensor that a node returns. Of several tensors, the nodes that take them count each."""
     value = node.meta.get("val")
-    return _bytes(value) if isinstance(value, torch.Tensor) else 0
+    if isinstance(value, torch.Tensor):
+        return _bytes(value)
+    return 0
 
 
 def _bytes(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        numel: Any = value.numel()  # a symbol, where sizes are
-        return numel * value.element_size() if isinstance(numel, int) else 0
+        numel: Any = value.numel()
+        # A symbol, where sizes are. Such graphs are refused.
+        if not isinstance(numel, int):
+            return 0
+        return numel * value.element_size()
     if isinstance(value, (tuple, list)):
         return sum(map(_bytes, value))
     return 0
@@ -37,6 +42,7 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return False
+    # These copy where strides do not let them, and a compiler mostly need not.
     return target.is_view or packet_of(target).__name__ in _VIEWS
 
 
@@ -60,6 +66,7 @@ def node_seconds(node: fx.Node) -> float:
     if takes_part(node):
         return 0.0
     moved_bytes = _bytes(node.meta.get("val"))
+    # What is made where it is read has its inputs at hand.
     if not is_pointwise(node):
         moved_bytes += sum(map(node_bytes, node.all_input_nodes))
     return _flops(node) / _FLOPS + moved_bytes / _BYTES

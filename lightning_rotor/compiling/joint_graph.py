@@ -67,7 +67,12 @@ class Stages:
 
     def backward_readers(self, node: fx.Node) -> list[fx.Node]:
         """Nodes of the backward that read one."""
-        return [user for user in node.users if user.op != "output" and not self.is_forward(user)]
+        readers = []
+        for user in node.users:
+            # What the graph returns is held anyway, and nothing is computed from it there.
+            if user.op != "output" and not self.is_forward(user):
+                readers.append(user)
+        return readers
 
 
 def stages_of(joint: fx.GraphModule, parts: JointParts) -> Stages:
@@ -77,67 +82,59 @@ def stages_of(joint: fx.GraphModule, parts: JointParts) -> Stages:
     always_saved: list[fx.Node] = []
     for node in parts.forward:
         if node.op in ("placeholder", "get_attr"):
+            # The caller holds inputs, and parameters stay where they are.
             free.add(node)
         elif _must_not_repeat(node, parts):
             several = [user for user in node.users if takes_part(user)]
             # Some of its results the backward alone needs, such as the state of its generator.
             always_saved += several or [node]
-        elif node in always_saved:
-            pass
-        elif (is_view(node) or "inductor_lookup_seed" in str(node.target)) and all(
-            each in free or each in always_saved for each in node.all_input_nodes
-        ):
-            free.add(node)
+        elif node not in always_saved and _takes_nothing(node):
+            if all(source in free or source in always_saved for source in node.all_input_nodes):
+                free.add(node)
     stages = Stages(joint, parts, order, free, always_saved)
     activations = [node for node in parts.forward if node not in free]
     _cut(stages, activations)
     return stages
 
 
+def _takes_nothing(node: fx.Node) -> bool:
+    """True if a node makes nothing that takes memory: a view, or one of the seeds that were drawn together."""
+    return is_view(node) or "inductor_lookup_seed" in str(node.target)
+
+
 def _must_not_repeat(node: fx.Node, parts: JointParts) -> bool:
     """True if a node would compute other values in the backward."""
     if node.op != "call_function":
         return False
-    if any(each in parts.changed_inputs for each in node.all_input_nodes) and not is_view(node):
+    # Running statistics, which the forward has written to by the time the backward runs.
+    if not parts.changed_inputs.isdisjoint(node.all_input_nodes) and not is_view(node):
         return True
+    # A seed is saved. What is drawn from it may be drawn again, to the same numbers.
     if "inductor_seeds" in str(node.target):
         return True
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _draws_nothing(node)
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and not _draws_nothing(node)
 
 
 def _draws_nothing(node: fx.Node) -> bool:
     """True if an attention's dropout is off: such operations count as random whatever their arguments."""
     schema = schema_of(node.target)
     for place, argument in enumerate(schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given == 0)
+        if argument.name != "dropout_p":
+            continue
+        if place < len(node.args):
+            return bool(node.args[place] == 0)
+        return bool(node.kwargs.get("dropout_p", argument.default_value) == 0)
     return False
 
 
 def _cut(stages: Stages, activations: list[fx.Node]) -> None:
     """Find boundaries, and divide the activations between them."""
-    place = {node: number for number, node in enumerate(activations)}
-    last: dict[fx.Node, int] = {}
-    for node in activations:
-        root = owner(node)
-        used = max([place[node], *(place[user] for user in node.users if user in place)])
-        last[root] = max(last.get(root, 0), used)
-        if takes_part(node):
-            # Several results live at least until each of them is taken.
-            maker = node.all_input_nodes[0]
-            last[maker] = max(last.get(maker, 0), place[node])
-    alive: set[fx.Node] = set()
-    saved = {owner(node) for node in stages.always_saved}
-    cuts: list[tuple[int, fx.Node]] = []
-    for number, node in enumerate(activations[:-1]):
-        alive.add(owner(node))
-        alive = {each for each in alive if last.get(each, 0) > number}
-        large = [each for each in alive if node_bytes(each) > _SMALL_BYTES and each not in saved and each in place]
-        if len(large) == 1 and (not cuts or cuts[-1][1] is not large[0]):
-            cuts.append((number + 1, large[0]))
+    cuts = _cuts(stages, activations)
+    # The planner's time grows with the cube of their number, and next to nothing is to be saved in a small one.
     least_seconds = _LEAST_SHARE * sum(map(node_seconds, activations))
-    begin, boundary = 0, None
+    begin = 0
+    boundary = None
     for end, following in [*cuts, (len(activations), None)]:
         part = activations[begin:end]
         is_last = following is None
@@ -145,19 +142,60 @@ def _cut(stages: Stages, activations: list[fx.Node]) -> None:
             continue
         stages.nodes.append(part)
         stages.boundaries.append(boundary)
-        begin, boundary = end, following
+        begin = end
+        boundary = following
     for number, part in enumerate(stages.nodes):
         stages.of.update(dict.fromkeys(part, number))
     stages.always_saved += _crossing(stages)
+
+
+def _cuts(stages: Stages, activations: list[fx.Node]) -> list[tuple[int, fx.Node]]:
+    """Places between activations where one alone is alive, with that one."""
+    place = {node: number for number, node in enumerate(activations)}
+    last_use = _last_uses(activations, place)
+    alive: set[fx.Node] = set()
+    # What is saved in any case crosses every boundary, and no recomputation begins there.
+    saved = set(map(owner, stages.always_saved))
+    cuts: list[tuple[int, fx.Node]] = []
+    for number, node in enumerate(activations[:-1]):
+        alive.add(owner(node))
+        crossing = []
+        for other in list(alive):
+            if last_use.get(other, 0) <= number:
+                alive.remove(other)
+            elif node_bytes(other) > _SMALL_BYTES and other not in saved and other in place:
+                crossing.append(other)
+        # Behind a view, or a small value, it is the same boundary once more.
+        if len(crossing) == 1 and (not cuts or cuts[-1][1] is not crossing[0]):
+            cuts.append((number + 1, crossing[0]))
+    return cuts
+
+
+def _last_uses(activations: list[fx.Node], place: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Places of the last activations that read each one's memory, through views of it as well."""
+    last_use: dict[fx.Node, int] = {}
+    for node in activations:
+        root = owner(node)
+        uses = [place[user] for user in node.users if user in place]
+        last_use[root] = max(last_use.get(root, 0), place[node], *uses)
+        if takes_part(node):
+            # Several results live at least until each of them is taken.
+            maker = node.all_input_nodes[0]
+            last_use[maker] = max(last_use.get(maker, 0), place[node])
+    return last_use
 
 
 def _crossing(stages: Stages) -> Iterable[fx.Node]:
     """Small nodes that a later stage reads."""
     crossing = []
     for node, number in stages.of.items():
-        if node_bytes(node) <= _SMALL_BYTES and node not in stages.always_saved and node not in stages.boundaries:
-            if any(stages.of.get(user, number) > number for user in node.users):
-                crossing.append(node)
+        if node_bytes(node) > _SMALL_BYTES:
+            continue
+        if node in stages.always_saved or node in stages.boundaries:
+            continue
+        # A stage has one boundary, so whatever else it reads of an earlier one must be there.
+        if any(stages.of.get(user, number) > number for user in node.users):
+            crossing.append(node)
     return crossing
 
 

@@ -151,6 +151,7 @@ def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
     """Raise ``ModelError`` if a graph does more than compute, so that no part of it may run twice or be left out."""
     for node in joint.graph.nodes:
         target = node.target
+        # What takes a part of several results, and arithmetic of Python, has no effect.
         if not isinstance(target, OpOverload):
             continue
         if target.namespace in ("_c10d_functional", "c10d"):

@@ -51,18 +51,21 @@ def count_peak(
     inputs = set(forward.graph.find_nodes(op="placeholder"))
     kept = {owner(node) for node in returned} - inputs
     forward_peak, held_bytes = _walk(forward, held={}, kept=kept, fused=fused, workspaces=workspaces)
+    # The two graphs have no node in common. A placeholder of the backward has the name of what the forward saves.
     saved_names = {node.name: owner(node) for node in returned[outputs:]}
-    output_owners = {owner(node) for node in returned[:outputs]} - inputs
+    output_owners = set(map(owner, returned[:outputs])) - inputs
     held: dict[fx.Node, int] = {}
+    # What may go with its last reader in the backward is counted in there, and the rest around it.
+    passing = set()
     for node in backward.graph.find_nodes(op="placeholder"):
         saved = saved_names.get(node.name)
         if is_tangent(node):
             held[node] = node_bytes(node)
         elif saved is not None and saved not in inputs and saved not in output_owners:
+            # An output that is saved, too, stays with the caller.
             held[node] = node_bytes(saved)
-    around_bytes = held_bytes - sum(
-        map(node_bytes, {saved_names[each.name] for each in held if each.name in saved_names})
-    )
+            passing.add(saved)
+    around_bytes = held_bytes - sum(map(node_bytes, passing))
     results = {owner(node) for node in _returned(backward)}
     backward_peak, _ = _walk(backward, held=held, kept=results, fused=fused, workspaces=workspaces)
     return CountedPeak(forward_peak, held_bytes, around_bytes + backward_peak)
@@ -81,6 +84,7 @@ def _walk(
     inlined = {node for node in nodes if fused and node not in kept and _is_inlined(node)}
     last: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
+        # What nobody reads dies at once. Memory that is shown by views is read through them.
         last.setdefault(owner(node), place)
         for each in _read(node, inlined):
             last[owner(each)] = place
@@ -94,6 +98,7 @@ def _walk(
             alive[node] = node_bytes(node)
             level += alive[node]
         peak = max(peak, level + workspaces.of(node))
+        # Behind the node: it reads them while its own result is there.
         for each in dying.get(place, ()):
             if each not in kept:
                 level -= alive.pop(each, 0)
@@ -102,6 +107,7 @@ def _walk(
 
 def _read(node: fx.Node, inlined: set[fx.Node]) -> list[fx.Node]:
     """Nodes whose memory is read when a node runs: through those that are made where they are read."""
+    # It does not run: whoever reads it does.
     if node in inlined:
         return []
     read = []
@@ -117,9 +123,11 @@ def _read(node: fx.Node, inlined: set[fx.Node]) -> list[fx.Node]:
 
 def _is_inlined(node: fx.Node) -> bool:
     """True if a compiler makes a node's entries in the one place where they are read."""
+    # With several readers it would be computed several times, and compilers write it out instead.
     if not is_pointwise(node) or len(node.users) != 1:
         return False
     (user,) = node.users
     while is_view(user) and len(user.users) == 1:
         (user,) = user.users
+    # Products and reductions are kernels of their own, which read memory.
     return is_pointwise(user)

@@ -173,6 +173,7 @@ class Agreement(Ranks):
                 raise outcome
             return outcome
         told: Any = outcome
+        # A whole plan would be pickled for each process, and its chain is of this one's batch.
         if isinstance(outcome, Plan):
             # The key by which the tightest process wins, and its schedule: bytes that recomputing nothing would lack.
             missing_bytes = plain_simulation(outcome).peak_bytes - outcome.budget_bytes
@@ -246,6 +247,7 @@ def is_spread(module: nn.Module) -> bool:
 
 def _connected(seen: Iterable[frozenset[int]], rank: int) -> frozenset[int]:
     """All processes that one exchanges messages with, by way of others, too; empty if it exchanges none."""
+    # A circle of agreements that is too small leaves a process waiting for one that asks nobody.
     groups = list(seen)
     if not any(rank in members for members in groups):
         return frozenset()

@@ -107,6 +107,7 @@ def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
 
 def is_attached(module: nn.Module) -> bool:
     """True if a module runs through a planned forward."""
+    # A copy of the module has one as well, which runs it plainly.
     planned: ForwardInPlace | None = module.__dict__.get(_KEY)
     return planned is not None and planned.active
 

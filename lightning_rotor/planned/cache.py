@@ -81,6 +81,7 @@ class PlanCache:
         turns = self._entries.get(signature)
         if turns is None:
             return None
+        # Whoever asks uses it: what is asked for least is forgotten first.
         self._entries.move_to_end(signature)
         if turn in turns:
             return turns[turn]
@@ -107,6 +108,7 @@ class PlanCache:
         turn = costs_of(entry).turn
         self._entries.setdefault(signature, {})[turn] = entry
         self._entries.move_to_end(signature)
+        # With all turns of a signature, whose costs are the same.
         while len(self._entries) > self._most:
             self._entries.popitem(last=False)
 
@@ -129,6 +131,7 @@ class PlanCache:
 
     def keep_only(self, is_kept: Callable[[Signature], bool]) -> None:
         """Forget all other signatures, which no call can have any more."""
+        # They may be among those that go, and are found by themselves, not in the entries.
         self.steady = self.roomy = None
         for signature in [signature for signature in self._entries if not is_kept(signature)]:
             del self._entries[signature]

@@ -127,6 +127,7 @@ class PlannedForward:
     def _steady_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _BoundCall | None:
         """The call, if it is like the last one and nothing has changed: no more is asked of it."""
         steady = self.plans.cache.steady
+        # A plan has room for the calls that waited then. Others may hold more.
         if steady is None or steady.waiting != self._source.waiting:
             return None
         if shares_weights(self._module) or not steady.facts.holds():
@@ -154,6 +155,7 @@ class PlannedForward:
         """The call with its plan, made now if it must be; None if the module runs plainly."""
         plans, source = self.plans, self._source
         was_together = plans.together
+        # First of all: what one process must measure anew, all of them measure.
         if was_together:
             plans.follow_others(args, kwargs)
         was_cut = plans.cuts_made > 0
@@ -260,6 +262,7 @@ class PlannedForward:
                 "inference_mode"
             )
         modes = [(module, module.training) for module in self._module.modules()]
+        # Costs are those of training. Where the module trains, parts that do not are as the user wants them.
         if not self._module.training:
             self._module.train()
         try:

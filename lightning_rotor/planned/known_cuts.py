@@ -77,6 +77,7 @@ class KnownCuts:
 
     def forget(self) -> None:
         """Cut anew at the next call."""
+        # ``made`` goes on: that the module can be cut is known for good.
         self._cuts.clear()
 
     def forget_those_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -178,12 +178,14 @@ class Prepared:
     def is_timed(self) -> bool:
         """True if all calls have run that tell what the plan costs."""
         stopwatch = self.executor.stopwatch
+        # The first call warms up, and is not timed.
         return stopwatch is not None and stopwatch.calls > 1 + TIMED_CALLS and self.measured_overhead is not None
 
     @property
     def is_settled(self) -> bool:
         """True if what calls have taken changes nothing any more."""
         timed = self.costs.timed
+        # Seconds of a call say nothing of costs that are bounds, and a schedule of the user's stays in any case.
         if self.is_chosen or self.costs.estimated or len(timed) == _MOST_TIMED:
             return True
         if self.schedule.moves:

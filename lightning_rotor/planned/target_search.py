@@ -191,6 +191,7 @@ class TargetSearch:
 
     def calls(self, names: Collection[str]) -> int:
         """Number of calls of these modules in a step, as far as that is known."""
+        # A real step goes before the dry run, which may not have come to its end.
         if self._calls:
             return sum(name in names for name in self._calls)
         if self._compute is None:
@@ -332,6 +333,7 @@ class TargetSearch:
         left_out = self.left_out([target.name for target in targets])
         if sum(share for _, share in left_out) < _NOTABLE:
             return None
+        # With the reason for each: whoever reads that something is left out wants to know why it is not the rest.
         planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
         refused = ""
         if self.refused:
@@ -372,6 +374,7 @@ class TargetSearch:
 
     def _unseen_target(self, name: str) -> Target:
         """A target that nobody has seen run."""
+        # Nothing is known of its outputs, so all of them are taken for used.
         module = self._model.get_submodule(name)
         return Target(name, module, self._unseen_because, is_unseen=True)
 

@@ -35,6 +35,7 @@ class UnseenForward:
     @partial(outside_of_graphs, reason=NO_GRAPH)
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module."""
+        # In a recomputation, or while something around it is measured, its call is none of the step's.
         trains = module.training and torch.is_grad_enabled() and not is_recomputing()
         if not trains or not _needs_gradients(module, args, kwargs):
             return type(module).forward(module, *args, **kwargs)

@@ -26,7 +26,9 @@ def block() -> nn.Sequential:
 
 def test_a_module_that_stays_planned_learns_which_of_its_outputs_the_step_uses() -> None:
     model = nn.ModuleDict({"kept": block(), "dropped": block()})
-    loop: Any = SimpleNamespace(model=model, may_be_whole=False, is_compiled=False, may_run_as_compiled=False)
+    loop: Any = SimpleNamespace(
+        model=model, may_be_whole=False, is_compiled=False, may_run_as_compiled=False, processes=1
+    )
     modules = PlannedModules(loop, Nobody(), PlanSettings(), None)
     modules._plan_only([Target("kept", model["kept"], "a guess"), Target("dropped", model["dropped"], "a guess")])
     before = modules.named("kept")
