@@ -68,6 +68,8 @@ ROOM, TOO_LITTLE = "1TiB", "10KiB"
 COUNTED = 1  # the step whose FLOPs are counted
 TIMED = slice(4, 7)  # plans have settled, and the callback's sample of the eighth step has not come
 METERED = 8  # from this step on the benchmark measures; before, torch's one profiler is the callback's
+FROM_THE_START = 1  # where there is no callback
+TRIES = 3  # limits at 70 %, where sizes are draws and a later step names a larger minimum
 SAVED = 0.7
 ENOUGH = 0.9
 
@@ -82,7 +84,7 @@ class Observer(L.Callback):
     steps that may allocate anything.
     """
 
-    def __init__(self, compute: Compute | None = None) -> None:
+    def __init__(self, compute: Compute | None = None, metered: int = METERED) -> None:
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []
         self.peaks: dict[int, int] = {}  # by the benchmark's own meter
@@ -91,9 +93,11 @@ class Observer(L.Callback):
         self.bits: dict[str, str] = {}
         self.rotor: RotorCallback | None = None
         self._compute = compute
+        self._metered = metered
         self._step = -1
         self._meter: StepMeter | None = None
         self._base = 0
+        self.resident_bytes = 0  # of model, gradients, optimizer and batch, when a step begins
         self._began = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
@@ -107,10 +111,11 @@ class Observer(L.Callback):
         self.rotor = next((each for each in trainer.callbacks if isinstance(each, RotorCallback)), None)
         if self._step == COUNTED and self._compute is not None:
             self._compute.begin(model)
-        if self._step >= METERED:
+        if self._step >= self._metered and not self._is_callbacks_turn:
             self._meter = StepMeter(model.device)
             self._meter.start()
             self._base = allocated_bytes(model, trainer.optimizers, tensors_in(batch), model.device)
+            self.resident_bytes = max(self.resident_bytes, self._base)
         self._began = time.process_time()
 
     def on_before_backward(self, trainer: L.Trainer, model: L.LightningModule, loss: torch.Tensor) -> None:
@@ -136,11 +141,29 @@ class Observer(L.Callback):
             self._compute.end()
         if self._meter is not None:
             peak = self._base + self._meter.stop().peak_bytes
-            if self._step > METERED:  # the first one does not see gradients go that nobody saw come
+            # The first one does not see gradients go that nobody saw come. And a new size that comes while the benchmark
+            # has torch's profiler cannot be measured by the callback, which runs it plainly and says so.
+            if self._step > self._metered and not self._has_disturbed:
                 self.peaks[self._step] = peak
         elif self.rotor is not None and self._step > 0 and self.rotor.measured_peak_bytes is not None:
             self.followed[self._step] = self.rotor.measured_peak_bytes
         self._meter = None
+
+    @property
+    def _is_callbacks_turn(self) -> bool:
+        """True if the callback measures the step that begins, or would have to: it needs torch's profiler."""
+        if self.rotor is None or self.rotor._planner is None:
+            return False
+        return self.rotor._planner.watch.due or self._has_disturbed
+
+    @property
+    def _has_disturbed(self) -> bool:
+        """True if the callback has found torch's profiler taken when it had to measure a call."""
+        return (
+            self.rotor is not None
+            and self.rotor._planner is not None
+            and "profiler" in self.rotor._planner.loop.warned_of
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -236,10 +259,12 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 # ---------------------------------------------------------------------------------------- One program, four ways.
 
 
-def train(program: Program, rotor: RotorCallback | None = None, compute: Compute | None = None) -> Observer:
+def train(
+    program: Program, rotor: RotorCallback | None = None, compute: Compute | None = None, metered: int = METERED
+) -> Observer:
     """Train once, from the seed."""
     L.seed_everything(0, verbose=False)
-    observer = Observer(compute)
+    observer = Observer(compute, metered)
     program.train(Run([observer, *([] if rotor is None else [rotor])]))
     if len(observer.seconds) < STEPS:
         raise RuntimeError(f"it trained {len(observer.seconds)} steps of {STEPS}")
@@ -283,11 +308,12 @@ def measure(program: Program, *, quick: bool) -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {"name": program.name, "package": program.package, "says": program.says}
     found["version"] = version(program.package)
     yield found | {"failed": "in plain training"}
-    plain = train(program, None, compute)
-    again = plain if quick else train(program)
-    found |= {"plain_peak": max(plain.peaks.values()), "plain_step": plain.of_a_step}
+    plain = train(program, None, compute, FROM_THE_START)
+    again = train(program)
+    found |= {"plain_peak": max(plain.peaks.values()), "resident": plain.resident_bytes}
     found["repeats"] = [name for name in plain.bits if plain.bits[name] != again.bits[name]][:5]
-    plain.seconds = [min(*pair) for pair in zip(plain.seconds, again.seconds, strict=True)]
+    plain.seconds = again.seconds  # in which nothing is measured
+    found["plain_step"] = plain.of_a_step
     yield found | {"failed": f"at {TOO_LITTLE}"}
     began = time.perf_counter()
     said, _ = with_limit(program, TOO_LITTLE, plain)
@@ -301,14 +327,24 @@ def measure(program: Program, *, quick: bool) -> Iterator[dict[str, Any]]:
     if least is not None:
         saved = max(found["plain_peak"] - least, 0)
         found |= {"least_bytes": least, "saved": saved}
-        if saved:
+        top = room.peak_bytes if room is not None else found["plain_peak"]
+        for _ in range(TRIES):
+            if not saved:
+                break
             yield found | {"failed": f"at {SAVED:.0%}"}
-            top = room.peak_bytes if room is not None else found["plain_peak"]
             found["middle"], _ = with_limit(program, int(top - SAVED * saved), plain)
-            if quick:
-                found |= {"quick": True, "share": compute.planned(found["middle"].get("planned", []))}
-                yield found
-                return
+            larger = found["middle"].get("minimum")
+            if larger is None or larger <= least:
+                break
+            # A later step was larger than those that the first error knew.
+            least = larger
+            saved = max(found["plain_peak"] - least, 0)
+            found |= {"least_bytes": least, "saved": saved, "larger": found["middle"]["error"]}
+            if not saved:
+                del found["middle"]
+        if quick:
+            found |= {"quick": True, "share": compute.planned(found.get("middle", {}).get("planned", []))}
+        elif saved:
             yield found | {"failed": "at the least limit"}
             found["least"], _ = with_limit(program, least, plain)
     yield found
@@ -408,8 +444,11 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
     for row in chosen:
         start = f"| {row['name']} | {row['package']} {row.get('version', '')} |"
         if not any(way in row for way in WAYS):
-            nothing = "nothing can be saved" if "least_bytes" in row else f"**no error at {TOO_LITTLE}**"
-            lines.append(f"{start} {row.get('failed', nothing)} | | | | | | | |")
+            if "failed" in row or "least_bytes" not in row:
+                lines.append(f"{start} {row.get('failed', f'**no error at {TOO_LITTLE}**')} | | | | | | | |")
+            else:
+                peak, least = format_bytes(row["plain_peak"]), format_bytes(row["least_bytes"])
+                lines.append(f"{start} {peak} | {least} | nothing can be saved, see below | | | | | |")
             continue
         least = row.get("least_bytes")
         first = row.get("room") or row.get("middle") or row["least"]
@@ -420,11 +459,33 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         )
     lines += ["", "## The recipes", ""]
     lines += [f"- `{row['name']}`: {row['says']}" for row in chosen if "says" in row]
+    lines += nothing_saved(chosen)
     told = [(row["name"], fault) for row in chosen for fault in faults(row)]
     lines += ["", "## Errors and faults", "", *(f"- `{name}`: {fault}" for name, fault in told)] if told else []
     restless = [row["name"] for row in chosen if row.get("repeats")]
     lines += ["", f"Plain training does not repeat to the bit: {', '.join(restless)}."] if restless else []
     return "\n".join(lines) + "\n"
+
+
+def nothing_saved(rows: list[dict[str, Any]]) -> list[str]:
+    """Why nothing can be saved, with bytes, of the programs of which that is so."""
+    lines = []
+    for row in rows:
+        if "failed" in row or "least_bytes" not in row or any(way in row for way in WAYS):
+            continue
+        peak, resident = row["plain_peak"], row.get("resident")
+        there = ""
+        if resident is not None:
+            there = (
+                f" {format_bytes(resident)} of {format_bytes(peak)} are there when a step begins (parameters, gradients, the "
+                "optimizer's state, the batch)."
+            )
+        when, error = f"at {TOO_LITTLE}", row["too_little"]["error"]
+        if "larger" in row:
+            when, error = f"of a later, larger step at {SAVED:.0%}", row["larger"]
+        needs = error.partition("for this model and batch: ")[2].partition(". ")[0]
+        lines.append(f"- `{row['name']}`:{there} The error {when} says: {needs}.")
+    return ["", "## Where nothing can be saved", "", *lines] if lines else []
 
 
 def run(name: str, limit: float, *, quick: bool) -> dict[str, Any]:

@@ -156,7 +156,10 @@ class Option:
     @property
     def again_seconds(self) -> float:
         """Least seconds that its backward spends on a forward where it ends a segment."""
-        return min(self.replay_seconds, self.forward_seconds) if self.saved_tensors else 0.0
+        if not self.saved_tensors:
+            return 0.0
+        # Timed by itself, a part of the forward may seem slower than the whole.
+        return min(self.replay_seconds, self.forward_seconds)
 
     @property
     def kept_bytes(self) -> int:
@@ -165,14 +168,17 @@ class Option:
 
     def backward_peaks(self, *, gradients_exist: bool) -> BackwardPeaks:
         """Peaks of the backward, where parameters have gradients already or where they do not."""
+        # Where they were not measured, those of a backward whose gradients pile up are as high or higher.
         if gradients_exist and self.accumulating is not None:
             return self.accumulating
-        plain, replayed = self.backward_peak_bytes, self.backward_replayed_peak_bytes
+        replayed_bytes = self.backward_replayed_peak_bytes
+        if replayed_bytes is None:
+            replayed_bytes = self.backward_peak_bytes
         return BackwardPeaks(
-            plain,
+            self.backward_peak_bytes,
             self.backward_segment_peak_bytes,
             self.backward_held_peak_bytes,
-            plain if replayed is None else replayed,
+            replayed_bytes,
         )
 
 
@@ -263,6 +269,7 @@ class StageCost:
             raise ScheduleError(
                 f"the first option of stage {self.name!r} inverts it: expected the one that keeps what autograd saves"
             )
+        # The stage's own stands for options without one, so it must not be less than any.
         for option in self.options:
             if self.discard_peak_of(option) > self.discard_peak_bytes:
                 raise ScheduleError(
@@ -277,7 +284,9 @@ class StageCost:
 
     def discard_peak_of(self, option: Option) -> int:
         """Peak of the forward whose saved tensors are dropped, under an option."""
-        return self.discard_peak_bytes if option.discard_peak_bytes is None else option.discard_peak_bytes
+        if option.discard_peak_bytes is None:
+            return self.discard_peak_bytes
+        return option.discard_peak_bytes
 
 
 class _Fingerprinted:
@@ -315,9 +324,10 @@ class Chain(Notebook, _Fingerprinted):
                 raise ScheduleError(
                     f"a skip is read by stage {skip.last_use}, but the last one of this chain is {len(self.stages) - 1}"
                 )
+        numbers = range(len(self.skips))
         for stage in self.stages:
             for option in stage.options:
-                if any(not 0 <= number < len(self.skips) for number in option.saved_skips):
+                if any(number not in numbers for number in option.saved_skips):
                     raise ScheduleError(f"stage {stage.name!r} saves a skip that the chain does not have")
         if min(self.input_bytes, self.rng_state_bytes) < 0:
             raise ScheduleError("sizes of a chain count bytes and are never negative")
@@ -356,16 +366,27 @@ class Chain(Notebook, _Fingerprinted):
     @property
     def always_bytes(self) -> int:
         """Bytes alive in every backward, whatever the schedule: the output, and what no checkpoint can free."""
-        in_output = sum(skip.size_bytes for skip in self.skips if skip.in_output)
-        return self.stages[-1].output_bytes + sum(stage.pinned_bytes for stage in self.stages) + in_output
+        always_bytes = self.stages[-1].output_bytes
+        for stage in self.stages:
+            always_bytes += stage.pinned_bytes
+        for skip in self.skips:
+            if skip.in_output:
+                always_bytes += skip.size_bytes
+        return always_bytes
 
     def passing_gradient_bytes(self, stage: int) -> int:
         """Gradients of skips that are alive during the backward of a stage which neither makes nor reads them."""
-        return sum(
-            next(size for use, size in zip(skip.uses, skip.gradient_bytes, strict=True) if use > stage)
-            for skip in self.skips
-            if skip.born < stage < skip.last_use and stage not in skip.uses
-        )
+        passing_bytes = 0
+        for skip in self.skips:
+            # The peaks of a stage that makes or reads a skip count its gradient themselves.
+            if not skip.born < stage < skip.last_use or stage in skip.uses:
+                continue
+            # Backwards come from behind, so the next reader is the last to have left something.
+            for use, size_bytes in zip(skip.uses, skip.gradient_bytes, strict=True):
+                if use > stage:
+                    passing_bytes += size_bytes
+                    break
+        return passing_bytes
 
     @property
     def fingerprint(self) -> str:
@@ -374,25 +395,25 @@ class Chain(Notebook, _Fingerprinted):
         The same in every process: timings and what kernels take for themselves are left out.
         """
         # Each watched step asks three times, and spelling 40 stages out takes 2 ms.
-        known: str | None = getattr(self, "_fingerprint", None)
-        if known is None:
-            known = hashlib.sha256(repr((self.device, self.identity)).encode()).hexdigest()[:16]
-            object.__setattr__(self, "_fingerprint", known)
-        return known
+        fingerprint: str | None = getattr(self, "_fingerprint", None)
+        if fingerprint is None:
+            text = repr((self.device, self.identity))
+            fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
+            # Chains are frozen, so what follows from the fields stays true.
+            object.__setattr__(self, "_fingerprint", fingerprint)
+        return fingerprint
 
     @property
     def identity(self) -> tuple[StageIdentity, ...]:
         """The model's part of each stage: everything that the fingerprint names."""
-        return tuple(
-            StageIdentity(
-                stage.name,
-                stage.takes,
-                stage.output_bytes,
-                tuple((option.name, option.saved_bytes) for option in stage.options),
-                tuple((skip.uses, skip.size_bytes) for skip in self.skips if skip.born == number),
-            )
-            for number, stage in enumerate(self.stages)
-        )
+        stages = []
+        for number, stage in enumerate(self.stages):
+            options = [(option.name, option.saved_bytes) for option in stage.options]
+            # With the stage that makes them, as a file says what differs stage by stage.
+            skips = [(skip.uses, skip.size_bytes) for skip in self.skips if skip.born == number]
+            identity = StageIdentity(stage.name, stage.takes, stage.output_bytes, tuple(options), tuple(skips))
+            stages.append(identity)
+        return tuple(stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,8 +429,10 @@ class StageIdentity:
 
 def _check_costs(costs: Option | StageCost) -> None:
     """Check that sizes are whole, non-negative bytes, and durations finite and not negative."""
+    # By the names of fields, so that a new cost needs no line here.
     for field in fields(costs):
         value = getattr(costs, field.name)
+        # Some figures are only told where they differ from others.
         if value is None and field.default is None:
             continue
         if field.name.endswith(("_bytes", "_tensors")) and (not isinstance(value, int) or value < 0):

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from lightning_rotor.capture.compiled import Variants, taken_apart
+from lightning_rotor.capture.compiled import Variants, objection_to_planning_inside, taken_apart
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
@@ -29,7 +27,14 @@ from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.lightning_packages import lightning_module_class
 from lightning_rotor.private.sharding import units_below
-from lightning_rotor.private.torch_names import has_compiled_method, is_compiled, is_compiler_wrapper, module_inside
+from lightning_rotor.private.torch_names import (
+    compiled_call_of,
+    has_compiled_method,
+    is_compiled,
+    is_compiler_wrapper,
+    module_inside,
+    settings_told_by,
+)
 from lightning_rotor.profiling import Profile
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.units import MemoryLimit, parse_limit
@@ -38,7 +43,7 @@ if TYPE_CHECKING:
     from lightning_rotor.report.drawing import Drawing
 
 _WRAPPED = "module"
-_OWN = frozenset((_WRAPPED, "_limit", "_settings", "_planned", "_root", *vars(nn.Module())))
+_OWN = frozenset((_WRAPPED, "_limit", "_settings", "_planned", *vars(nn.Module())))
 """Attributes of the wrapper itself; all others are the module's."""
 _SHARED = (
     *("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules", "_state_dict_hooks"),
@@ -109,8 +114,7 @@ class Checkpointable(nn.Module):
 
     Args:
         module: An ``nn.Sequential``, nested ones are flattened; or any module whose forward can be recorded.
-            What ``torch.compile(net)`` returns stays compiled as one stage, which takes one argument and chooses among
-            activation memory budgets.
+            What was compiled as a whole stays compiled, and is planned inside of its graph.
         sample: An input as in training. If given, the module is measured at once. An ``nn.Sequential`` takes one input,
             which may be a tuple; for other modules a tuple holds positional arguments and a dict keyword arguments, as
             in Lightning's ``example_input_array`` (so a single argument that is a tuple is ``((a, b),)``).
@@ -140,7 +144,6 @@ class Checkpointable(nn.Module):
     """
 
     module: nn.Module
-    _root: nn.Module
     _planned: PlannedForward
 
     def __init__(
@@ -175,8 +178,7 @@ class Checkpointable(nn.Module):
             )
         self.__dict__[_WRAPPED] = module
         self._prepare()
-        is_taken_apart = is_compiled(module) and not is_compiler_wrapper(module)
-        if is_taken_apart or has_compiled_method(module, "forward"):
+        if self._planned.compiled is None and (is_compiled(module) or has_compiled_method(module, "forward")):
             message = taken_apart(f"this {type(module).__name__}")
             remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
             warnings.warn(remedy, RotorWarning, stacklevel=2)
@@ -197,8 +199,6 @@ class Checkpointable(nn.Module):
             SampleError: The sample is missing, holds no tensor, or values that are not finite.
             ProfilingError: There is no meter for its device.
         """
-        if self._root is not self.module and isinstance(sample, tuple) and len(sample) == 1:
-            (sample,) = sample  # positional arguments, as of other modules
         return self._planned.measure(sample).chain
 
     def compute_sequence(self, mem_limit: int | float | str | None = None) -> Plan:
@@ -290,28 +290,15 @@ class Checkpointable(nn.Module):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Output of the module; in training, under the plan for this input's signature."""
-        if self._root is not self.module and (len(args) != 1 or kwargs):
-            return self._whole(args, kwargs)
         # Through the module's own call, so that its hooks fire as they would without this wrapper.
         try:
-            attach(self._root, self._planned)
-            return self._root(*args, **kwargs)
+            attach(self.module, self._planned)
+            return self.module(*args, **kwargs)
         finally:
             try:
-                detach(self._root, self._planned)
+                detach(self.module, self._planned)
             finally:  # an interrupt may have come in between
-                detach(self._root, self._planned)
-
-    def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that no stage can stand for of a module that was compiled as a whole."""
-        if self.training and torch.is_grad_enabled():
-            raise ModelError(
-                "a module that was compiled as a whole can be planned if it is called with one positional argument, "
-                f"but this call has {len(args)}{f' and the keywords {list(kwargs)}' if kwargs else ''}: expected a "
-                "tuple of tensors as the only argument, or the module's blocks compiled instead (for block in "
-                "net.blocks: block.compile())"
-            )
-        return self.module(*args, **kwargs)
+                detach(self.module, self._planned)
 
     # ---------------------------------------------------------------- looking like the module
 
@@ -382,7 +369,7 @@ class Checkpointable(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans speak of this very module's stages; a copy measures for itself.
-        made_anew = ("_planned", "_root", *_SHARED)
+        made_anew = ("_planned", *_SHARED)
         return {key: value for key, value in self.__dict__.items() if key not in made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -390,12 +377,15 @@ class Checkpointable(nn.Module):
         self._prepare()
 
     def _prepare(self) -> None:
-        root = self.module
-        self.__dict__.update({name: getattr(root, name) for name in _SHARED})
-        if is_compiler_wrapper(root):  # one stage, as a layer in an nn.Sequential is, keeps compiled code whole
-            root = nn.Sequential(OrderedDict({type(module_inside(root)).__name__: root}))
-        # Not registered: nothing of the module may be renamed.
-        self.__dict__["_root"], self.__dict__["_planned"] = root, PlannedForward(root, self._limit, self._settings)
+        module = self.module
+        self.__dict__.update({name: getattr(module, name) for name in _SHARED})
+        compiled = compiled_call_of(module)
+        # What the compiler returned has no code of its own that could be planned without it.
+        if compiled is not None and not is_compiler_wrapper(module):
+            if objection_to_planning_inside(settings_told_by(compiled)):
+                compiled = None
+        planned = PlannedForward(module, self._limit, self._settings, compiled=compiled)
+        self.__dict__["_planned"] = planned
 
 
 for _name in _DELEGATED:

@@ -63,7 +63,9 @@ class Leaf:
         return self.stage
 
     def __str__(self) -> str:
-        return f"{self.stage}:{self.option}" if self.option else str(self.stage)
+        if self.option:
+            return f"{self.stage}:{self.option}"
+        return str(self.stage)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,10 +84,12 @@ class Segment:
     first: int = field(init=False, compare=False)
     last: int = field(init=False, compare=False)
     depth: int = field(init=False, compare=False)
-    _text: str = field(init=False)  # says everything
+    # Says everything, so it alone is compared and hashed: comparing items would call itself for what is inside.
+    _text: str = field(init=False)
 
     def __post_init__(self) -> None:
         _check_items(self.items)
+        # Once, from what the items know of themselves: nobody ever has to look into a segment for these.
         object.__setattr__(self, "first", self.items[0].first)
         object.__setattr__(self, "last", self.items[-1].last)
         object.__setattr__(self, "depth", 1 + _depth(self.items))
@@ -171,7 +175,8 @@ class Schedule:
         return f"Schedule.parse({str(self)!r})"
 
     def __str__(self) -> str:
-        return " ".join(text for text, _ in _words(self.items, self._moves_as_text()))
+        words = _words(self.items, self._moves_as_text())
+        return " ".join(text for text, _ in words)
 
     @classmethod
     def keep_all(cls, stages: int) -> Schedule:
@@ -189,24 +194,41 @@ class Schedule:
             (1, 2, 3)
         """
         items, written = _parse(text)
-        moves = [_parse_move(items, item, words, repr(shorten(text))) for item, words in sorted(written.items())]
+        shown = repr(shorten(text))
+        # Behind all items, since a move names stages that come later in the text.
+        moves = []
+        for item, words in sorted(written.items()):
+            moves.append(_parse_move(items, item, words, shown))
         return cls(items, tuple(moves))
 
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Numbers of the stages whose forward runs more than once in a step."""
-        return tuple(leaf.stage for item in self.items if isinstance(item, Segment) for leaf in leaves(item))
+        stages: list[int] = []
+        for item in self.items:
+            # Stages follow one another, so those inside need not be looked at.
+            if isinstance(item, Segment):
+                stages += range(item.first, item.last + 1)
+        return tuple(stages)
 
     @property
     def moved(self) -> tuple[int, ...]:
         """Numbers of the stages that belong to items whose memory is given back meanwhile."""
-        items = [self.items[move.item] for move in self.moves]
-        return tuple(stage for item in items for stage in range(item.first, item.last + 1))
+        stages: list[int] = []
+        for move in self.moves:
+            item = self.items[move.item]
+            stages += range(item.first, item.last + 1)
+        return tuple(stages)
 
     @property
     def is_plain(self) -> bool:
         """True if every stage is kept, and runs as it is."""
-        return not self.moves and not any(isinstance(item, Segment) or item.option for item in self.items)
+        if self.moves:
+            return False
+        for item in self.items:
+            if isinstance(item, Segment) or item.option:
+                return False
+        return True
 
     @property
     def segments(self) -> int:
@@ -227,6 +249,7 @@ class Schedule:
         for the copy back, for which its backward waits.
         """
         operations: list[str] = []
+        # Copies out begin when the item's forward is done, in the order of the items.
         moved = {move.item for move in self.moves}
         for index, item in enumerate(self.items):
             operations += self._at_point(index)
@@ -240,17 +263,26 @@ class Schedule:
 
     def _at_point(self, point: int) -> Iterator[str]:
         """Operations of moves at a point: what is needed first comes back first."""
-        yield from (f"Free {self.items[move.item].first}" for move in self.moves if move.release == point)
-        yield from (f"Back {self.items[move.item].first}" for move in reversed(self.moves) if move.fetch == point)
+        for move in self.moves:
+            if move.release == point:
+                yield f"Free {self.items[move.item].first}"
+        # Backwards come in the reverse order of the items.
+        for move in reversed(self.moves):
+            if move.fetch == point:
+                yield f"Back {self.items[move.item].first}"
 
     def _moves_as_text(self) -> dict[int, str]:
         """By item, what stands behind it if it moves."""
         texts = {}
         for move in self.moves:
             whole = Move.whole(move.item, len(self.items))
-            release = "" if move.release == whole.release else self._point_as_text(move.release)
-            fetch = "" if move.fetch == whole.fetch else f"<{self._point_as_text(move.fetch)[1:]}"
-            texts[move.item] = f">{release}{fetch}"
+            text = ">"
+            if move.release != whole.release:
+                text += self._point_as_text(move.release)
+            if move.fetch != whole.fetch:
+                # Always in the backward, so its ``b`` says nothing.
+                text += "<" + self._point_as_text(move.fetch).removeprefix("b")
+            texts[move.item] = text
         return texts
 
     def _point_as_text(self, point: int) -> str:
@@ -262,16 +294,18 @@ class Schedule:
 
 def leaves(item: Item) -> Iterator[Leaf]:
     """The leaves of an item from left to right, however deeply nested."""
-    return (each for each in _walk((item,)) if isinstance(each, Leaf))
+    return (inner for inner in _walk((item,)) if isinstance(inner, Leaf))
 
 
 def segments_in(items: Iterable[Item]) -> Iterator[Segment]:
     """All segments among some items, nested ones included, each before what is in it."""
-    return (each for each in _walk(items) if isinstance(each, Segment))
+    return (item for item in _walk(items) if isinstance(item, Segment))
 
 
 def _walk(items: Iterable[Item]) -> Iterator[Item]:
-    pending = [*items][::-1]
+    # A stack, whose last item comes next: Python allows a thousand nested calls, and segments may be nested more.
+    pending = [*items]
+    pending.reverse()
     while pending:
         item = pending.pop()
         yield item
@@ -296,8 +330,11 @@ def _backward(item: Item) -> Iterator[str]:
 
 def _forward(items: Iterable[Item]) -> Iterator[str]:
     for item in items:
-        yield f"{'Fck' if isinstance(item, Segment) else 'Fall'} {item.first}"
-        yield from (f"Fn {stage}" for stage in range(item.first + 1, item.last + 1))
+        kind = "Fck" if isinstance(item, Segment) else "Fall"
+        yield f"{kind} {item.first}"
+        # Of the stages behind the first of a segment nothing is kept.
+        for stage in range(item.first + 1, item.last + 1):
+            yield f"Fn {stage}"
 
 
 def _check_items(items: tuple[Item, ...]) -> None:
@@ -333,11 +370,19 @@ def _words(items: tuple[Item, ...], moves: Mapping[int, str]) -> Iterator[tuple[
 
     def alike(numbered: tuple[int, Item]) -> tuple[object, str]:
         number, item = numbered
-        return number if isinstance(item, Segment) else (item.option,), moves.get(number, "")
+        move = moves.get(number, "")
+        # Segments are never written together, so each has a key of its own: a number is no tuple.
+        if isinstance(item, Segment):
+            return number, move
+        return (item.option,), move
 
     for (_, move), group in groupby(enumerate(items), alike):
         (_, first), *others = group
-        text = f"{first.first}-{others[-1][1]}" if others else str(first)
+        text = str(first)
+        if others:
+            # The last leaf writes its option, which is that of all.
+            _, last = others[-1]
+            text = f"{first.first}-{last}"
         yield text + move, isinstance(first, Segment)
 
 
@@ -358,10 +403,14 @@ def schedule_line(schedule: Schedule, *, most_characters: int = _LINE_CHARACTERS
         return text
     words: list[str] = []
     for word, is_segment in _words(schedule.items, schedule._moves_as_text()):
-        _, _, move = word.rpartition(")")
-        words.append(f"(…){move}" if is_segment else word)
+        if is_segment:
+            _, _, move = word.rpartition(")")
+            words.append(f"(…){move}")
+        else:
+            words.append(word)
     text = " ".join(words)
     shown = len(words)
+    # From the middle, so that both ends of the chain are seen.
     while len(text) > most_characters and shown:
         shown -= 1
         head = words[: shown // 2]
@@ -382,9 +431,12 @@ _MOST_SHOWN = 200
 
 def shorten(text: str) -> str:
     """A text as messages show it: the beginning of a long one."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{text[:_MOST_SHOWN]}…"
 
 
+# At most nine digits: of a damaged file there may be thousands, which Python refuses to read.
 _LEAVES = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?(?::([0-9]{1,9}))?")
 _MOVE = re.compile(r">(?:(b?)([0-9]{1,9}))?(?:<([0-9]{1,9}))?")
 
@@ -397,23 +449,35 @@ def _parse_move(items: tuple[Item, ...], number: int, words: str, shown: str) ->
             f"schedule {shown} moves by {shorten(words)!r}: expected > behind an item, perhaps with the stages before "
             "which its memory is given back and taken again, as in 3>, 3>7, 3>b9 or 3>7<5"
         )
-    is_backward, release, fetch = match.groups()
+    in_backward, release, fetch = match.groups()
     move = Move.whole(number, len(items))
     if release is not None:
-        move = replace(move, release=_point_of(items, int(release), shown, backward=bool(is_backward)))
+        point_of = _backward_point if in_backward else _forward_point
+        move = replace(move, release=point_of(items, int(release), shown))
     if fetch is not None:
-        move = replace(move, fetch=_point_of(items, int(fetch), shown, backward=True))
+        move = replace(move, fetch=_backward_point(items, int(fetch), shown))
     return move
 
 
-def _point_of(items: tuple[Item, ...], stage: int, shown: str, *, backward: bool) -> int:
-    """The point before the forward or backward of the item that begins it with a stage."""
+def _forward_point(items: tuple[Item, ...], stage: int, shown: str) -> int:
+    """The point before the forward of the item that begins it with a stage."""
     for number, item in enumerate(items):
-        if stage == (item.last if backward else item.first):
-            return 2 * len(items) - 1 - number if backward else number
+        if item.first == stage:
+            return number
     raise ScheduleError(
-        f"schedule {shown} names stage {stage} for a move: expected the {'last' if backward else 'first'} stage of an "
-        f"item, with which its {'backward' if backward else 'forward'} begins"
+        f"schedule {shown} names stage {stage} for a move: expected the first stage of an item, with which its forward "
+        "begins"
+    )
+
+
+def _backward_point(items: tuple[Item, ...], stage: int, shown: str) -> int:
+    """The point before the backward of the item that begins it with a stage."""
+    for number, item in enumerate(items):
+        if item.last == stage:
+            return 2 * len(items) - 1 - number
+    raise ScheduleError(
+        f"schedule {shown} names stage {stage} for a move: expected the last stage of an item, with which its backward "
+        "begins"
     )
 
 
@@ -429,7 +493,8 @@ def _parse_leaves(token: str, shown: str) -> list[Leaf]:
             f"schedule {shown} holds {shorten(token)!r}: expected stage numbers such as 3, 3-7, 3:1 or 3-7:1, "
             "and parentheses"
         )
-    if stages[-1] >= _MOST_STAGES:  # before it is spelled out: the text may be of a damaged file
+    # Before it is spelled out: the text may be of a damaged file.
+    if stages[-1] >= _MOST_STAGES:
         raise ScheduleError(f"schedule {shown} names stage {stages[-1]}: expected less than {_MOST_STAGES}")
     return [Leaf(stage, int(option or 0)) for stage in stages]
 
@@ -437,7 +502,8 @@ def _parse_leaves(token: str, shown: str) -> list[Leaf]:
 def _parse(text: str) -> tuple[tuple[Item, ...], dict[int, str]]:
     """The items of a text, and by item what stands behind those that move."""
     shown = repr(shorten(text))
-    open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
+    # Of the segments that are not closed yet, outermost first.
+    open_items: list[list[Item]] = [[]]
     moves: dict[int, str] = {}
     for token in re.findall(r"[()]|[^\s()]+", text):
         if token == "(":
@@ -451,19 +517,22 @@ def _parse(text: str) -> tuple[tuple[Item, ...], dict[int, str]]:
                 raise ScheduleError(f"schedule {shown} has a closing parenthesis too many")
             open_items[-1].append(Segment(tuple(inside)))
         elif not stages and before and isinstance(open_items[-1][-1], Segment):
-            before -= 1  # the segment that was closed moves
+            # The segment that was closed moves: a parenthesis is a word of its own.
+            before -= 1
         else:
             open_items[-1].extend(_parse_leaves(stages or token, shown))
         if moved and len(open_items) > 1:
             raise ScheduleError(f"schedule {shown} moves {shorten(token)!r} in a segment: expected it outside of one")
         if moved:
-            moves.update(dict.fromkeys(range(before, len(open_items[-1])), moved + points))
+            # A run of leaves moves as one: what stands behind it is said of each.
+            for item in range(before, len(open_items[-1])):
+                moves[item] = moved + points
     if len(open_items) > 1:
         raise ScheduleError(f"schedule {shown} lacks a closing parenthesis")
     return tuple(open_items[0]), moves
 
 
-# Functions follow segments into one another, as deeply as those are nested; Python allows a thousand nested calls.
 def make_room_for(calls: int) -> None:
     """Allow so many more nested calls: in all threads, and for good, as others may need it."""
+    # Functions that follow segments into one another are nested as deeply as those; Python allows a thousand calls.
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 1000 + calls))

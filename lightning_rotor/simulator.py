@@ -24,6 +24,7 @@ seconds, and never bytes.
 Not counted: the chain's input (the caller has it anyway), parameters, buffers, and gradients from earlier steps.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
@@ -86,7 +87,10 @@ class Simulation:
     def overhead(self) -> float:
         """Time beyond plain training as a fraction of it: 0.25 is 25 % slower."""
         plain = self.seconds - self.recompute_seconds
-        return self.recompute_seconds / plain if plain > 0 else 0.0
+        if plain <= 0:
+            # Of costs without seconds.
+            return 0.0
+        return self.recompute_seconds / plain
 
     def __repr__(self) -> str:
         took = f"{format_seconds(self.seconds)} (+{self.overhead:.1%}) in {len(self.events)} events"
@@ -104,7 +108,9 @@ stages (one core of an EPYC).
 
 def seconds_apart(chain: Chain, schedule: Schedule) -> float:
     """Host time of running the stages one by one; none where all is kept, for the module itself can run."""
-    return 0.0 if schedule.is_plain else _APART * chain.segment_seconds * len(chain)
+    if schedule.is_plain:
+        return 0.0
+    return _APART * chain.segment_seconds * len(chain)
 
 
 class BytesAround(TypedDict, total=False):
@@ -211,7 +217,8 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
                     f"schedule {schedule} recomputes stage {stage.name!r}, "
                     "which does not give the same bits twice: keep it"
                 )
-    if (first := first_inverted(chain, schedule)) is not None:
+    first = first_inverted(chain, schedule)
+    if first is not None:
         raise ScheduleError(
             f"schedule {schedule} inverts stage {chain.stages[first].name!r} where nothing comes before it in "
             "the chain or its segment, or a kept stage that needs every bit of its output (ReLU does), so its input "
@@ -232,43 +239,64 @@ def check_schedule(chain: Chain, schedule: Schedule) -> None:
 
 def movable(chain: Chain, items: tuple[Item, ...]) -> list[int]:
     """Numbers of the items that hold something until their backward which can be elsewhere meanwhile."""
-    found = []
+    numbers = []
     # The backward of the last item comes at once.
     for number, item in enumerate(items[:-1]):
         # An inverted stage drops its input, whoever has saved it, and rebuilds it.
-        near = [each for each in (item, items[number + 1]) if isinstance(each, Leaf)]
-        if any(chain.stages[leaf.stage].options[leaf.option].inverts for leaf in near):
+        if _inverts(chain, item) or _inverts(chain, items[number + 1]):
             continue
         if isinstance(item, Leaf):
-            if chain.stages[item.stage].options[item.option].saved_tensors:
-                found.append(number)
-        elif item.first and _last_saving(chain, item.items) >= 0:
-            found.append(number)
-    return found
+            holds_something = chain.stages[item.stage].options[item.option].saved_tensors > 0
+        else:
+            # The chain's input is the caller's, and a segment that saves nothing is forgotten at once.
+            holds_something = item.first > 0 and _last_saving(chain, item.items) >= 0
+        if holds_something:
+            numbers.append(number)
+    return numbers
+
+
+def _inverts(chain: Chain, item: Item) -> bool:
+    """True if an item is a stage under an option that inverts it."""
+    return isinstance(item, Leaf) and chain.stages[item.stage].options[item.option].inverts
 
 
 def first_inverted(chain: Chain, schedule: Schedule) -> int | None:
     """A stage that is inverted though its input must not be dropped (see :func:`check_schedule`), or None."""
-    for items in (schedule.items, *(segment.items for segment in segments_in(schedule.items))):
+    for items in _rows_of_items(schedule):
+        # The input of the first is the caller's, or the segment's, which recomputes from it.
         needed = True
         for item in items:
-            option = chain.stages[item.stage].options[item.option] if isinstance(item, Leaf) else None
-            if needed and option is not None and option.inverts:
-                return item.first
-            needed = option is not None and option.needs_exact_output
+            if isinstance(item, Segment):
+                # Its output is made again from its own input, so nobody needs it as it was.
+                needed = False
+                continue
+            option = chain.stages[item.stage].options[item.option]
+            if needed and option.inverts:
+                return item.stage
+            needed = option.needs_exact_output
     return None
+
+
+def _rows_of_items(schedule: Schedule) -> Iterator[tuple[Item, ...]]:
+    """The items of a schedule, and those of each of its segments."""
+    yield schedule.items
+    for segment in segments_in(schedule.items):
+        yield segment.items
 
 
 class _Simulator:
     def __init__(self, chain: Chain, schedule: Schedule, step: Conditions) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
-        self._chain, self._schedule = chain, schedule
+        self._chain = chain
+        self._schedule = schedule
         self._gradients_exist = step.get("gradients_exist", False)
         self._lingering_bytes = step.get("lingering_bytes", 0)
+        # Sums, so that those of any segment are a difference.
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
-        self._boundaries, self._skips = Boundaries(chain), Skips(chain)
+        self._boundaries = Boundaries(chain)
+        self._skips = Skips(chain)
         # Skips that the running forward holds.
         self._running: set[int] = set()
         # Everything else that is alive,
@@ -283,9 +311,11 @@ class _Simulator:
         # States that nested segments remember during the running recomputation, for one that never comes.
         self._unused_state_bytes = 0
         self._segment_seconds = 0.0
-        self._outermost = {id(item) for item in schedule.items}
+        # By identity: equal segments need not be at the same depth.
+        self._outermost = set(map(id, schedule.items))
         self._events: list[Event] = []
-        self._peak_bytes, self._peak_stage = 0, 0
+        self._peak_bytes = 0
+        self._peak_stage = 0
         # Of moves. Bytes are the same for every link.
         self._copies = Copies(step.get("link") or Link(1.0, 1.0))
         self._moves = {move.item: move for move in schedule.moves}
@@ -307,7 +337,10 @@ class _Simulator:
 
     def held_by_stage(self) -> list[int]:
         self.record()
-        held = [self._boundaries.bytes(number) + stage.pinned_bytes for number, stage in enumerate(self._chain)]
+        held = []
+        for number, stage in enumerate(self._chain):
+            held.append(self._boundaries.bytes(number) + stage.pinned_bytes)
+        # A chain has one boundary more than stages: the output.
         held[-1] += self._boundaries.bytes(len(held))
         for leaf in self._schedule.items:
             if isinstance(leaf, Leaf):
@@ -329,17 +362,19 @@ class _Simulator:
             self._backward(self._schedule.items[number])
         host_seconds = self._segment_seconds + seconds_apart(self._chain, self._schedule) + self._copies.host_seconds
         seconds = sum(event.seconds for event in self._events) + host_seconds
-        extra = max(seconds - self._chain.step_seconds, 0.0)
+        stall_seconds = sum(event.seconds for event in self._events if event.phase == "wait")
+        # An option that is faster than keeping makes a step that is faster than plain training.
+        extra_seconds = max(seconds - self._chain.step_seconds, 0.0)
         return Simulation(
             self._schedule,
             self._peak_bytes,
             seconds,
-            extra,
+            extra_seconds,
             self._peak_stage,
             tuple(self._events),
             held_bytes,
             sum(self._host_bytes.values()),
-            sum(event.seconds for event in self._events if event.phase == "wait"),
+            stall_seconds,
         )
 
     @property
@@ -350,7 +385,9 @@ class _Simulator:
     def _record(self, items: tuple[Item, ...], phase: Phase) -> None:
         """Run items so that their backward can follow. In a recomputation a leaf stops at its last saved tensor."""
         start = items[0].first
-        end = _last_saving(self._chain, items) if phase == "recompute" else len(items) - 1
+        end = len(items) - 1
+        if phase == "recompute":
+            end = _last_saving(self._chain, items)
         self._running = set()
         for index, item in enumerate(items[: end + 1]):
             stops_here = phase == "recompute" and index == end
@@ -360,9 +397,11 @@ class _Simulator:
                 case Leaf():
                     self._record_leaf(item, phase, replay=stops_here)
                 case Segment():
+                    # A segment that saves nothing is never recomputed, so it needs no input.
                     if _last_saving(self._chain, item.items) >= 0:
                         self._boundaries.update(item.first, holders=1)
                         self._skips.hold(self._skips.read_by(item))
+                    # What comes next is its backward, which recomputes it at once.
                     if not stops_here:
                         self._discard(item, phase)
             self._move_on(start, item)
@@ -373,21 +412,26 @@ class _Simulator:
 
     def _record_leaf(self, leaf: Leaf, phase: Phase, *, replay: bool) -> None:
         """Run a stage so that its backward can follow."""
-        stage, option = leaf.stage, self._option(leaf)
-        peak = option.replay_peak_bytes if replay else option.forward_peak_bytes
+        stage = leaf.stage
+        option = self._option(leaf)
+        peak = option.forward_peak_bytes
+        seconds = option.forward_seconds
+        if replay:
+            peak = option.replay_peak_bytes
+            seconds = option.replay_seconds
         level = self._touch(stage, peak)
         # An inverted stage saves nothing but states, in every first pass, as a segment does.
         self._remember(option.saved_bytes, phase if option.inverts else "forward")
         if phase == "forward":
-            self._other_bytes += self._chain.stages[stage].pinned_bytes  # until the graph dies, after the step
+            # Until the graph dies, after the step.
+            self._other_bytes += self._chain.stages[stage].pinned_bytes
         self._boundaries.update(stage, consumer=option.saved_input_bytes, dropped=option.inverts)
         self._boundaries.update(stage + 1, producer=option.saved_output_bytes)
         self._skips.hold(option.saved_skips)
+        # A replay ends before the stage returns, so nobody gets what it makes.
         if not replay:
             self._hold_made(stage)
-        self._events.append(
-            Event(phase, stage, option.replay_seconds if replay else option.forward_seconds, level, self._live_bytes)
-        )
+        self._events.append(Event(phase, stage, seconds, level, self._live_bytes))
 
     def _discard(self, segment: Segment, phase: Phase) -> None:
         """First pass of a segment, whose input the caller holds."""
@@ -406,7 +450,8 @@ class _Simulator:
                 case Segment():
                     self._discard(item, phase)
             self._move_on(segment.first, item)
-        if _last_saving(self._chain, segment.items) < 0:  # forgotten at once, it holds neither states nor its input
+        if _last_saving(self._chain, segment.items) < 0:
+            # Forgotten at once, it holds neither states nor its input.
             self._remember(-self._state_bytes(segment), phase)
 
     def _remember(self, size_bytes: int, phase: Phase) -> None:
@@ -424,7 +469,8 @@ class _Simulator:
                 end = _last_saving(self._chain, items)
                 for index in reversed(range(len(items))):
                     # What comes after the last saved tensor needs no recomputation; the item that has it triggers it.
-                    self._backward(items[index], (*pending, item) if index == end else (), replayed=True)
+                    triggered = (*pending, item) if index == end else ()
+                    self._backward(items[index], triggered, replayed=True)
                 if end >= 0:
                     if not self._gives_up_input(item):
                         self._give_up_inputs(item)
@@ -444,7 +490,9 @@ class _Simulator:
         )
 
     def _backward_leaf(self, leaf: Leaf, pending: tuple[Segment, ...], *, replayed: bool) -> None:
-        stage, option = leaf.stage, self._option(leaf)
+        stage = leaf.stage
+        option = self._option(leaf)
+        # The peaks of a backward count the gradient that it is given.
         self._other_bytes -= self._gradient_bytes
         self._skips.take_gradients(stage)
         if pending:
@@ -463,6 +511,7 @@ class _Simulator:
             peak = peaks.segment_bytes
         else:
             peak = peaks.replayed_bytes if replayed else peaks.plain_bytes
+        # Behind a recomputation, that part of the backward has run already.
         if not pending:
             peak = max(peak, option.unpack_peak_bytes)
         level = self._touch(stage, peak)
@@ -491,7 +540,8 @@ class _Simulator:
         self._other_bytes += -aside - self._unused_state_bytes
         self._unused_state_bytes = 0
         for item in segment.items:
-            if isinstance(item, Leaf):  # those that were not recomputed save nothing
+            # Stages behind the last that saves something were not recomputed, and have nothing here.
+            if isinstance(item, Leaf):
                 self._saved_state_bytes[item.stage] = self._option(item).saved_state_bytes
                 self._other_bytes += self._saved_state_bytes[item.stage]
 
@@ -500,9 +550,13 @@ class _Simulator:
 
     def _state_bytes(self, segment: Segment) -> int:
         """Generator states and buffers that one run of a segment remembers, not those of segments in it."""
-        first, stop = segment.first, segment.last + 1
-        draws = self._draws_before[stop] > self._draws_before[first]
-        return self._states_before[stop] - self._states_before[first] + (self._chain.rng_state_bytes if draws else 0)
+        first = segment.first
+        stop = segment.last + 1
+        state_bytes = self._states_before[stop] - self._states_before[first]
+        # One state of the generators serves all stages that draw.
+        if self._draws_before[stop] > self._draws_before[first]:
+            state_bytes += self._chain.rng_state_bytes
+        return state_bytes
 
     def _hold_made(self, stage: int) -> None:
         """The running forward takes what a stage has made."""
@@ -515,8 +569,12 @@ class _Simulator:
         if item.first != start:
             self._boundaries.update(item.first, holders=-1)
         if self._running:
-            ended = [skip for skip in self._running if self._skips.last_use[skip] <= item.last]
-            read = [skip for skip in ended if self._chain.skips[skip].born >= start]  # others are the caller's
+            read = []
+            for skip in self._running:
+                # Of those that were made before, somebody else is the holder.
+                is_own = self._chain.skips[skip].born >= start
+                if is_own and self._skips.last_use[skip] <= item.last:
+                    read.append(skip)
             self._running.difference_update(read)
             self._skips.hold(read, holders=-1)
 
@@ -529,16 +587,16 @@ class _Simulator:
         """Count ``extra_bytes`` that are allocated for a moment; returns the level that this makes."""
         level = self._live_bytes + extra_bytes
         if level > self._peak_bytes:
-            self._peak_bytes, self._peak_stage = level, stage
+            self._peak_bytes = level
+            self._peak_stage = stage
         if level > self.point_bytes[self._point]:
             self.point_bytes[self._point] = level
         return level
 
-    # ---------------------------------------------------------------- moves
-
     def _reach(self, point: int) -> None:
         """Give back and take again what moves at a point."""
         self._point = point
+        # At the end of the forward that is done already, before the caller goes on.
         if point != len(self._schedule.items):
             self._give_back(point)
         # What is needed first comes back first.
@@ -568,7 +626,8 @@ class _Simulator:
     def _release(self, number: int) -> None:
         """Wait for the copies out of an item, and give back what it holds."""
         storages = self._storages_of(number)
-        self._wait_until(max(map(self._copies.sent, storages), default=0.0), number)
+        sent_seconds = max(map(self._copies.sent, storages), default=0.0)
+        self._wait_until(sent_seconds, number)
         before = self._live_bytes
         for storage in storages:
             self._hold(number, storage, away=True)
@@ -585,7 +644,9 @@ class _Simulator:
 
     def _await_moved(self, number: int) -> None:
         if number in self._moves:
-            self._wait_until(max(map(self._copies.fetched, self._storages_of(number)), default=0.0), number)
+            storages = self._storages_of(number)
+            fetched_seconds = max(map(self._copies.fetched, storages), default=0.0)
+            self._wait_until(fetched_seconds, number)
 
     def _wait_until(self, seconds: float, number: int) -> None:
         missing = seconds - self._now()
@@ -595,6 +656,7 @@ class _Simulator:
 
     def _now(self) -> float:
         """Seconds of the step so far."""
+        # On from where it was asked last: adding all up each time would take the square of the events.
         for event in self._events[self._clocked :]:
             self._clock_seconds += event.seconds
         self._clocked = len(self._events)
@@ -604,14 +666,17 @@ class _Simulator:
         """Storages of an item that can be elsewhere until its backward."""
         item = self._schedule.items[number]
         if isinstance(item, Segment):
-            skips = self._skips.read_by(item)
-            found: list[_Storage] = [("boundary", item.first)]
+            read = self._skips.read_by(item)
+            storages: list[_Storage] = [("boundary", item.first)]
         else:
-            skips = set(self._option(item).saved_skips)
-            found = [("set", number), ("boundary", item.stage), ("boundary", item.stage + 1)]
-        ours = [skip for skip in sorted(skips) if self._chain.skips[skip].born >= 0]
-        found += [("skip", skip) for skip in ours if not self._chain.skips[skip].in_output]
-        return [storage for storage in found if self._held_by(number, storage)]
+            read = set(self._option(item).saved_skips)
+            storages = [("set", number), ("boundary", item.stage), ("boundary", item.stage + 1)]
+        for number_of_skip in sorted(read):
+            skip = self._chain.skips[number_of_skip]
+            # Parts of the chain's input and output are the caller's, who holds them here.
+            if skip.born >= 0 and not skip.in_output:
+                storages.append(("skip", number_of_skip))
+        return [storage for storage in storages if self._held_by(number, storage)]
 
     def _held_by(self, number: int, storage: _Storage) -> int:
         """Bytes of a storage that an item holds."""
@@ -625,8 +690,11 @@ class _Simulator:
         if kind == "set":
             return option.saved_bytes
         if index in (0, len(self._chain)):
-            return 0  # the caller's
-        return option.saved_input_bytes if index == item.stage else option.saved_output_bytes
+            # The caller's.
+            return 0
+        if index == item.stage:
+            return option.saved_input_bytes
+        return option.saved_output_bytes
 
     def _hold(self, number: int, storage: _Storage, *, away: bool) -> None:
         """An item gives back a storage that it holds, or takes it again."""
@@ -649,6 +717,7 @@ class _Simulator:
 def _last_saving(chain: Chain, items: tuple[Item, ...]) -> int:
     """Index of the last item that saves a tensor, or -1: a recomputation stops there."""
     for index in reversed(range(len(items))):
-        if any(chain.stages[leaf.stage].options[leaf.option].saved_tensors for leaf in leaves(items[index])):
-            return index
+        for leaf in leaves(items[index]):
+            if chain.stages[leaf.stage].options[leaf.option].saved_tensors:
+                return index
     return -1

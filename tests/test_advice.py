@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rotor.advising import Advice, Choice, Cluster, StepSeconds, advise
+from lightning_rotor.advising.advice import Advice, advise
 from lightning_rotor.advising.blocks import blocks_of
+from lightning_rotor.advising.choice import Choice
+from lightning_rotor.advising.cluster import Cluster
 from lightning_rotor.advising.model_costs import Precision, SpreadParameters, model_costs
 from lightning_rotor.advising.sharded_models import sharded_models, unit_sizes
 from lightning_rotor.advising.sharded_step import sharded_step
@@ -201,41 +203,12 @@ def test_shards_are_padded_to_the_largest() -> None:
     assert unit_sizes(unit, 2) == UnitSizes(2 * (36 + 8), 16, 16, 8)
 
 
-def test_collectives_go_around_a_ring() -> None:
-    cluster = Cluster(GPUS["H100"], 8, 4, Link(100.0, 0.5), Link(10.0, 1.0))
-    assert cluster.gather_seconds(800.0, 8) == pytest.approx(7 * (0.5 + 1.0))
-    assert cluster.sum_seconds(800.0, 8) == pytest.approx(2 * 7 * 1.5)
-    # Over nodes, eight cards of a node send at once; every eighth device has one.
-    assert cluster.gather_seconds(3200.0, 32) == pytest.approx(31 * (1.0 + 100 / 80))
-    assert cluster.gather_seconds(400.0, 4, apart=8) == pytest.approx(3 * (1.0 + 100 / 10))
-    assert cluster.gather_seconds(400.0, 1) == 0.0
-
-
-def test_seconds_are_limited_by_the_largest_wait_of_a_tenth() -> None:
-    assert StepSeconds(10.0, 0.5, 0.4).limited_by == "compute"
-    assert StepSeconds(8.0, 0.5, 1.0, 1.5).limited_by == "bubble"
-
-
 def test_blocks_are_the_members_of_the_containers_with_most_parameters() -> None:
     found = blocks_of(Blocks())
     assert found is not None
     assert found.containers == ("layers",)
     assert len(found.modules) == DEPTH
     assert blocks_of(nn.Linear(3, 3)) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gpu": "H900"}, r"gpu 'H900' is unknown: expected one of B200, H200, H100"),
-        ({"devices": 0}, "devices is 0: expected a positive integer"),
-        ({"nodes": True}, "nodes is True: expected a positive integer"),
-        ({"link": -1.0}, "link is -1.0: expected measured bytes per second"),
-    ],
-)
-def test_a_wrong_cluster_is_refused_by_name(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(AdviceError, match=message):
-        Cluster.of(**({"gpu": "h100", "devices": 8} | arguments))  # type: ignore[arg-type]
 
 
 def test_wrong_questions_are_refused() -> None:

@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 
 from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWarning
 from lightning_rotor.planned.compiled_steps import CompiledSteps
+from lightning_rotor.schedule import Schedule
 from tests.training import assert_same_bits
 
 WIDTH, BATCH, STEPS = 32, 64, 6
 ROOM, PRESSURE = "1GiB", "620KiB"  # plain training takes 820 KiB
+INSIDE = "710KiB"
 WAYS = ("training_step", "forward", "wrapped", "in place", "submodule", "whole", "decorated")
 
 
@@ -74,13 +76,13 @@ def _fresh_dynamo() -> Iterator[None]:
 
 
 def fit(
-    folder: Path, way: str, callbacks: list[Any], *, sizes: tuple[int, ...] = (), **options: Any
+    folder: Path, way: str, callbacks: list[Any], *, sizes: tuple[int, ...] = (), backend: Any = None, **options: Any
 ) -> tuple[Any, int]:
     """Weights after a few steps, and the number of graphs that were compiled."""
     torch._dynamo.reset()
     L.seed_everything(3, verbose=False)
     graphs = Graphs()
-    model: Any = Net(way, graphs)
+    model: Any = Net(way, backend or graphs)
     if way == "whole":
         model = torch.compile(model, backend=graphs)
     generator = torch.Generator().manual_seed(5)
@@ -119,6 +121,32 @@ def test_under_pressure_a_plan_follows_on_the_first_step(tmp_path: Path, way: st
     assert rotor.plan.recomputed
     assert rotor.measured_peak_bytes is not None
     assert rotor.measured_peak_bytes <= rotor.budget_bytes == 620 * 1024
+
+
+@pytest.mark.parametrize("way", ["forward", "wrapped", "in place", "decorated"])
+def test_under_pressure_one_graph_stays_one_graph_and_is_planned_inside(tmp_path: Path, way: str) -> None:
+    rotor = RotorCallback(INSIDE, show_table=False)
+    plain, _ = fit(tmp_path, way, [], backend="aot_eager")
+    planned, _ = fit(tmp_path, way, [rotor], backend="aot_eager")
+    assert_same_bits(plain, planned)
+    assert rotor.plan is not None
+    (stage,) = rotor.plan.chain.stages
+    assert [option.name for option in stage.options] == ["keep", "planned inside"]
+    assert rotor.plan.schedule == Schedule.parse("0:1")
+    assert rotor.measured_peak_bytes is not None
+    assert rotor.measured_peak_bytes <= rotor.budget_bytes == 710 * 1024
+
+
+def test_a_graph_that_no_plan_inside_makes_small_enough_is_taken_apart(tmp_path: Path) -> None:
+    rotor = RotorCallback("660KiB", show_table=False)
+    plain, _ = fit(tmp_path, "wrapped", [], backend="aot_eager")
+    with pytest.warns(RotorWarning, match=r"a plan takes it apart \(the compiled graph takes at least"):
+        planned, _ = fit(tmp_path, "wrapped", [rotor], backend="aot_eager")
+    assert_same_bits(plain, planned)
+    assert rotor.plan is not None
+    assert rotor.plan.recomputed
+    assert rotor.measured_peak_bytes is not None
+    assert rotor.measured_peak_bytes <= rotor.budget_bytes == 660 * 1024
 
 
 def test_a_larger_batch_that_would_exceed_the_limit_is_planned_before_it_runs(tmp_path: Path) -> None:

@@ -161,3 +161,81 @@ def test_no_step_that_follows_an_excess_exceeds_the_limit_unless_training_ends(
     else:
         assert error.minimum_bytes > limit
         assert error.stage
+
+
+def test_gradients_linger_in_a_backward_of_the_training_step_and_the_named_minimum_knows(tmp_path: Path) -> None:
+    of_one_size = {"in_parts": False, "growth": 1.0}
+    _, _, error = run(tmp_path, "2KiB", **of_one_size)
+    assert error is not None
+    _, peaks, refused = run(tmp_path, error.minimum_bytes, **of_one_size)
+    assert refused is None
+    measured = [peak_bytes for peak_bytes in peaks[1:] if peak_bytes is not None]
+    assert measured
+    assert max(measured) <= error.minimum_bytes
+
+
+def test_a_limit_that_plain_steps_keep_is_kept_although_the_model_as_a_whole_is_refused(tmp_path: Path) -> None:
+    # The refusal's frames would hold the gradients of the first step.
+    of_one_size = {"in_parts": True, "growth": 1.0}
+    plain, plain_peaks, _ = run(tmp_path, None, **of_one_size)
+    limit = int(1.02 * max(filter(None, plain_peaks[1:])))
+    planned, peaks, error = run(tmp_path, limit, **of_one_size)
+    assert error is None
+    assert_same_training(plain, planned)
+    assert all(peak_bytes <= limit for peak_bytes in peaks[1:] if peak_bytes is not None)
+
+
+def critic() -> nn.Sequential:
+    inner = [layer for _ in range(5) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, 64), *inner, nn.Linear(64, 1))
+
+
+class Penalty(L.LightningModule):
+    """A critic whose gradient is to be of length 1, on batches of other sizes in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = critic()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        rows = rows[: (90, 140, 110, 150, 100)[batch_idx]]
+        fake = rows.flip(0).tanh()
+        mixed = (0.5 * rows + 0.5 * fake).requires_grad_()
+        (gradient,) = torch.autograd.grad(self.net(mixed).sum(), mixed, create_graph=True)
+        return self.net(fake).mean() - self.net(rows).mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-3)
+
+
+class Adapted(Penalty):
+    """A network that is trained to learn in one step, which runs with weights that this step has made."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        rows = rows[: (90, 140, 110, 150, 100)[batch_idx]]
+        named = dict(self.net.named_parameters())
+        loss = self.net(rows).square().mean()
+        gradients = torch.autograd.grad(loss, [*named.values()], create_graph=True)
+        adapted = {
+            name: weight - 0.1 * gradient for (name, weight), gradient in zip(named.items(), gradients, strict=True)
+        }
+        return torch.func.functional_call(self.net, adapted, (rows.flip(0),)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Penalty, Adapted])
+def test_no_step_with_gradients_of_gradients_exceeds_a_limit_that_plain_steps_exceed(
+    kind: type[Penalty], tmp_path: Path
+) -> None:
+    rows = [torch.randn(5 * 200, 16, generator=torch.Generator().manual_seed(0))]
+    plain_peaks = Peaks()
+    plain = train(kind, rows, tmp_path, callbacks=[plain_peaks], batch_size=200)
+    limit = int(0.97 * max(filter(None, plain_peaks.steps[1:])))
+    rotor = RotorCallback(limit, show_table=False)
+    peaks = Peaks(rotor)
+    planned = train(kind, rows, tmp_path, callback=rotor, callbacks=[peaks], batch_size=200)
+    assert_same_training(plain, planned)
+    measured = [peak_bytes for peak_bytes in peaks.steps[1:] if peak_bytes is not None]
+    assert len(measured) >= 3
+    assert max(measured) <= limit

@@ -5,9 +5,14 @@ Each case trains plainly and under the plan that takes least. The weights are eq
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import enum
 import functools
 import importlib.util
+import json
+import multiprocessing
+import os
 import sys
 import threading
 import weakref
@@ -17,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from queue import Queue, SimpleQueue
 from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +30,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DistributedSampler
 
 from lightning_rotor import Checkpointable, ModelError
 
@@ -111,6 +119,13 @@ def item(value: Any, key: Any, new: Any) -> None:
 
 def last(*values: Any) -> Any:
     return values[-1]
+
+
+def toggled(event: Any, new: float) -> None:
+    if new % 0.5:
+        event.set()
+    else:
+        event.clear()
 
 
 def variable_of(value: Any) -> ContextVar[Any]:
@@ -232,6 +247,49 @@ CONTENTS: dict[str, Content] = {
         lambda: Plain(kept=(kept := {"a": 1.0}), view=MappingProxyType(kept)),
         lambda v: v.view["a"],
         lambda v, new: v.kept.update(a=new),
+    ),
+    "proxy": Content(
+        lambda: (lambda kept: Plain(proxy=weakref.proxy(kept), kept=kept))(Plain(scale=1.0)),
+        lambda v: v.proxy.scale,
+        lambda v, new: put(v.kept, scale=new),
+    ),
+    "result in a cache": Content(
+        lambda: functools.lru_cache(lambda: Plain(scale=1.0)), lambda v: v().scale, lambda v, new: put(v(), scale=new)
+    ),
+    "result in a cache without an end": Content(
+        lambda: functools.cache(lambda: [Plain(scale=1.0)]),
+        lambda v: v()[0].scale,
+        lambda v, new: put(v()[0], scale=new),
+    ),
+    "function by type": Content(
+        lambda: functools.singledispatch(lambda _: 1.0),
+        lambda v: v(3),
+        lambda v, new: last(v.register(int, lambda _: new), None),
+    ),
+    "module without a file": Content(
+        lambda: ModuleType("settings"), lambda v: getattr(v, "scale", 1.0), lambda v, new: put(v, scale=new)
+    ),
+    "number of ctypes": Content(lambda: ctypes.c_float(1.0), lambda v: v.value, lambda v, new: put(v, value=new)),
+    "number that processes share": Content(
+        lambda: multiprocessing.Value("d", 1.0), lambda v: v.value, lambda v, new: put(v, value=new)
+    ),
+    "numbers that processes share": Content(
+        lambda: multiprocessing.Array("d", [1.0, 1.0]), lambda v: v[1], lambda v, new: item(v, 1, new)
+    ),
+    "event": Content(threading.Event, lambda v: 1.0 + v.is_set(), toggled),
+    "event of processes": Content(multiprocessing.Event, lambda v: 1.0 + v.is_set(), toggled),
+    "queue": Content(Queue, lambda v: v.qsize(), lambda v, new: v.put(new)),
+    "simple queue": Content(SimpleQueue, lambda v: v.qsize(), lambda v, new: v.put(new)),
+    "memory view": Content(
+        lambda: memoryview(bytearray(2)), lambda v: 1 + v[1], lambda v, new: item(v, 1, int(4 * new))
+    ),
+    "scheduler": Content(
+        lambda: StepLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), 1, 0.5),
+        lambda v: v.get_last_lr()[0],
+        lambda v, _: last(v.optimizer.step(), v.step()),
+    ),
+    "sampler": Content(
+        lambda: DistributedSampler([0, 1], 2, 0), lambda v: 1 + v.epoch, lambda v, new: v.set_epoch(int(4 * new))
     ),
 }
 REFUSED = {"huge array", "huge list", "array of objects"}
@@ -564,3 +622,102 @@ def test_a_change_of_what_is_held_is_seen(holder: str, content: str) -> None:
             raise
     else:
         assert all(map(torch.equal, plain, ours))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: float(path.read_text()),
+        lambda path: json.load(path.open()),
+        lambda path: float(np.loadtxt(path)),
+    ],
+    ids=["text", "json", "numpy"],
+)
+@pytest.mark.filterwarnings("ignore:unclosed file")
+def test_what_stands_in_a_file_is_read_in_each_step(read: Callable[[Path], float], tmp_path: Path) -> None:
+    file = tmp_path / "scale"
+    content = Content(lambda: file, read, lambda path, new: last(path.write_text(str(new)), None))
+    file.write_text("1.0")
+    plain = train(HOLDERS["global"], content, planned=False)
+    file.write_text("1.0")
+    with pytest.raises(ModelError, match="opens or writes a file, whenever it runs"):
+        train(HOLDERS["global"], content, planned=True)
+    net = nn.Sequential(nn.Linear(16, 16), Body(lambda *_: read(file)), nn.Linear(16, 16))
+    weights = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        copied = copy.deepcopy(net)
+        run: Any = copied
+        if is_planned:
+            run = Checkpointable(copied, torch.randn(24, 16), "1GiB", show_progress=False)
+            run.use(run.frontier().points[0].schedule)
+        for step in range(STEPS):
+            file.write_text(str(1 + step))
+            run(torch.full((24, 16), 1.0 + step)).square().mean().backward()
+        weights.append([parameter.grad for parameter in copied.parameters()])
+    assert all(map(torch.equal, *weights))
+    assert plain
+
+
+class Meta(type):
+    """A class of classes."""
+
+    scale = 1.0
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[int], Any]]] = {
+    "attribute of a metaclass": (lambda: OfMeta.scale, lambda step: put(Meta, scale=1.0 + step)),
+    "precision": (
+        lambda: 1.0 + (torch.get_float32_matmul_precision() == "high"),
+        lambda step: torch.set_float32_matmul_precision("high" if step % 2 else "highest"),
+    ),
+    "benchmark": (
+        lambda: 1.0 + torch.backends.cudnn.benchmark,
+        lambda step: put(torch.backends.cudnn, benchmark=bool(step % 2)),
+    ),
+    "folder": (lambda: len(str(Path.cwd())), lambda step: os.chdir("/usr" if step % 2 else "/")),
+    "environment": (
+        lambda: float(os.environ.get("LIGHTNING_ROTOR_TEST", "1")),
+        lambda step: item(os.environ, "LIGHTNING_ROTOR_TEST", str(1 + step)),
+    ),
+    "seed": (lambda: torch.initial_seed() % 5, torch.manual_seed),
+}
+
+
+@pytest.fixture
+def _settings_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LIGHTNING_ROTOR_TEST", "1")
+    monkeypatch.chdir(Path.cwd())
+    monkeypatch.setattr(Meta, "scale", 1.0)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.mark.usefixtures("_settings_as_before")
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_a_change_of_a_setting_is_seen(name: str) -> None:
+    ask, change = SETTINGS[name]
+    weights = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Body(lambda *_: ask())
+        run: Any = net
+        if is_planned:
+            sample = torch.randn(24, 16, generator=torch.Generator().manual_seed(2))
+            run = Checkpointable(net, sample, "1GiB", show_progress=False)
+            run.use(run.frontier().points[0].schedule)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(STEPS):
+            change(step)
+            optimizer.zero_grad()
+            run(torch.randn(24, 16, generator=generator)).square().mean().backward()
+            optimizer.step()
+        weights.append([parameter.detach().clone() for parameter in net.parameters()])
+    assert all(map(torch.equal, *weights))

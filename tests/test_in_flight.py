@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.reference import all_schedules
-from lightning_rotor.pipeline.partition.in_flight import END, InFlightPlanner, StagePlan, with_end, without_end
+from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan
+from lightning_rotor.pipeline.partition.sub_chains import END, with_end, without_end
 from lightning_rotor.planning import plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate

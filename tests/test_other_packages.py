@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -342,3 +344,66 @@ def test_steps_whose_sizes_are_measured_first_are_compared_with_the_limit(tmp_pa
     planned = train(Growing, rows, tmp_path, callback=with_room, batch_size=512)
     assert with_room.measured_peak_bytes is not None
     assert_same_training(train(Growing, rows, tmp_path, batch_size=512), planned)
+
+
+class Masked(nn.Module):
+    """One of the layers behind which padding is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, rows: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (rows + self.down(torch.tanh(self.up(rows)))) * mask
+
+
+def longest_as_an_item(lengths: torch.Tensor) -> int:
+    return int(torch.max(lengths).item())
+
+
+def longest_of_a_list(lengths: torch.Tensor) -> int:
+    return max(lengths.tolist())
+
+
+class Ragged(nn.Module):
+    """Reads its size from values: all shapes that it is given are those of the longest batch."""
+
+    def __init__(self, longest_of: Callable[[torch.Tensor], int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(6))
+        self.longest_of = longest_of
+
+    def forward(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        longest = self.longest_of(lengths)
+        mask = torch.arange(longest)[None] < lengths[:, None]
+        rows = rows[:, :longest]
+        for layer in self.layers:
+            rows = layer(rows, mask[..., None].float())
+        return rows
+
+
+class RaggedTraining(L.LightningModule):
+    def __init__(self, longest_of: Callable[[torch.Tensor], int]) -> None:
+        super().__init__()
+        self.net = Ragged(longest_of)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (rows,) = batch
+        longest = (20, 41, 33, 44, 20)[batch_idx]
+        return self.net(rows, torch.tensor([longest - number for number in range(8)])).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("longest_of", [longest_as_an_item, longest_of_a_list])
+def test_what_was_measured_for_a_shorter_length_that_values_tell_is_no_bound(
+    longest_of: Callable[[torch.Tensor], int], tmp_path: Path
+) -> None:
+    rows = [torch.randn(8 * 5, 50, 32, generator=torch.Generator().manual_seed(0))]
+    make = partial(RaggedTraining, longest_of)
+    callback = RotorCallback("850KiB", show_table=False)  # six tenths of what plain steps take
+    followed = Followed(callback)
+    planned = train(make, rows, tmp_path, callback=callback, callbacks=[followed])
+    assert_same_training(train(make, rows, tmp_path), planned)
+    assert 600 * 1024 < max(followed.peaks.values()) <= 850 * 1024

@@ -15,8 +15,8 @@ from lightning_rotor.errors import PipelineError, RotorError
 from lightning_rotor.pipeline.balances import balance_by_time
 from lightning_rotor.pipeline.partition import Link, PartitionError, PipelineDevice, Problem, partition
 from lightning_rotor.pipeline.partition.cuts import runs_of
-from lightning_rotor.pipeline.partition.in_flight import boundary_bytes, sub_chain
 from lightning_rotor.pipeline.partition.run_costs import Costs
+from lightning_rotor.pipeline.partition.sub_chains import boundary_bytes, sub_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.pipeline_reference import slow_step_seconds

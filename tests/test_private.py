@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 import multiprocessing
 import random
@@ -1057,3 +1058,17 @@ def test_inductor_is_known() -> None:
     assert settings is not None
     assert private.is_inductor(settings.backend)
     assert not private.is_inductor(lambda graph, inputs: graph)
+
+
+def test_numbers_and_semaphores_in_c_are_known_by_their_types() -> None:
+    assert isinstance(ctypes.c_double(), python_names.C_DATA)
+    assert isinstance((ctypes.c_double * 2)(), python_names.C_DATA)
+    assert memoryview(ctypes.c_double(1.0)).nbytes == 8
+    event = multiprocessing.Event()
+    (semaphores,) = python_names.SEMAPHORES
+    held = event._flag._semlock  # type: ignore[attr-defined]
+    assert type(held) is semaphores
+    values = [python_names.value_of_semaphore(held)]
+    event.set()
+    values.append(python_names.value_of_semaphore(held))
+    assert values == [0, 1]

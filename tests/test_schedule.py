@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rotor.errors import RotorError, ScheduleError
-from lightning_rotor.schedule import Leaf, Schedule, Segment, leaves
+from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, schedule_line
 from tests.strategies import random_chain, random_schedule
 
 
@@ -99,3 +99,47 @@ def test_malformed_texts_are_refused_with_the_reason(text: str, message: str) ->
 def test_schedule_error_is_a_rotor_error_and_a_value_error() -> None:
     assert issubclass(ScheduleError, RotorError)
     assert issubclass(ScheduleError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "line"),
+    [
+        ("0 ((1 2) 3 4) 5", 100, "0 ((1-2) 3-4) 5"),
+        ("0 ((1 2) 3 4) 5", 12, "0 (…) 5"),
+        ("0 ((1 2) 3 4) 5", 6, "0 … 5"),
+        ("0 (((1-2) 3) (4-5) 6) (7-8) 9", 22, "0 (…) (…) 9"),
+        ("0 (1) (2) 3", 8, "0 … 3"),
+        ("0:1 1:2 2:1 3:2 4:1 5:2 6:1", 15, "0:1 … 5:2 6:1"),
+        ("0:1 1:1 2:1 3:1 4:1 5:1 6", 15, "0-5:1 6"),
+    ],
+)
+def test_a_long_schedule_loses_its_inside(text, most, line):
+    assert schedule_line(Schedule.parse(text), most_characters=most) == line
+
+
+@st.composite
+def items(draw: st.DrawFn, first: int, last: int, depth: int) -> tuple[Item, ...]:
+    """Items for stages ``first .. last``, the last one a leaf."""
+    made: list[Item] = []
+    while first < last:
+        end = draw(st.integers(first, last - 1))
+        if depth and draw(st.booleans()):
+            made.append(Segment(draw(items(first, end, depth - 1))))
+        else:
+            made.extend(Leaf(number, draw(st.integers(0, 2))) for number in range(first, end + 1))
+        first = end + 1
+    return (*made, Leaf(last))
+
+
+@given(st.integers(0, 60).flatmap(lambda last: items(0, last, 4)), st.integers(20, 120))
+def test_a_schedule_line_is_short_balanced_and_complete_when_it_fits(made, most):
+    text = str(Schedule(made))
+    line = schedule_line(Schedule(made), most_characters=most)
+    assert len(line) <= most
+    assert "\n" not in line
+    if len(text) <= most:
+        assert line == text
+    else:
+        assert "…" in line
+        assert line.count("(") == line.count(")")
+        assert line.endswith(text.rpartition(" ")[2])

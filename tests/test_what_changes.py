@@ -291,7 +291,7 @@ def test_a_module_that_prints_is_one_stage() -> None:
         print("called", file=out)
         return 1.0
 
-    with pytest.raises(ModelError, match="it prints, or writes to a file, whenever it runs"):
+    with pytest.raises(ModelError, match="it prints, or opens or writes a file, whenever it runs"):
         Checkpointable(Body(prints), batches()[0])
 
     def warns_once(net: Any, x: torch.Tensor) -> float:

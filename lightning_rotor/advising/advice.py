@@ -80,50 +80,83 @@ def advise(
         ModelError: The model cannot be cut into stages from shapes alone.
     """
     types = Precision.of(precision)
+    # A scalar belongs to no sample.
     sizes = {spec.shape[0] for spec in inputs if spec.shape}
     if len(sizes) != 1:
         raise AdviceError(
             f"the inputs have first dimensions {sorted(sizes)}: expected one number of samples, in all of them"
         )
-    batch = cluster.size * sizes.pop() if batch is None else batch
+    if batch is None:
+        batch = cluster.size * sizes.pop()
     if not is_positive_integer(batch):
         raise AdviceError(f"batch is {batch!r}: expected a positive number of samples, on all devices together")
-    limit, memory_bytes = parse_limit(mem_limit), cluster.gpu.memory_bytes
-    limit_bytes = memory_bytes - CONTEXT_BYTES if limit is None else limit.on_device(memory_bytes)
-    each = max(1, batch // cluster.size)
+    memory_bytes = cluster.gpu.memory_bytes
+    limit = parse_limit(mem_limit)
+    if limit is None:
+        limit_bytes = memory_bytes - CONTEXT_BYTES
+        limit_text = f"{limit_bytes / 2**30:.1f}GiB"
+    else:
+        limit_bytes = limit.on_device(memory_bytes)
+        # As it was given, for the lines of Python: a share of the memory stays a share on another device.
+        limit_text = str(mem_limit)
     costs = model_costs(
-        make_model, inputs, make_optimizers, cluster.gpu, types, batch_size=each, like=like, progress=progress
+        make_model,
+        inputs,
+        make_optimizers,
+        cluster.gpu,
+        types,
+        # What a device gets where all of them share the batch.
+        batch_size=max(1, batch // cluster.size),
+        like=like,
+        progress=progress,
     )
-    limit_text = f"{limit_bytes / 2**30:.1f}GiB" if mem_limit is None else str(mem_limit)
     task = Task(costs, cluster, batch, limit_bytes, precision, limit_text)
-
-    left_out = {"tensor parallelism": _TENSOR_PARALLEL}
-    choices = whole_models(task)
-    for name in {"one device": 1, "DDP": cluster.size}:
-        if not any(choice.kind == name for choice in choices) and (name != "DDP" or cluster.size > 1):
-            left_out[name] = _why_not(task, 1 if name == "one device" else cluster.size)
-    choices += sharded_models(task)
-    if cluster.size > 1 and not any(choice.kind == "FSDP2" for choice in choices):
-        no_blocks = "the model has no container with most of its parameters, whose members could be units"
-        left_out["FSDP2"] = no_blocks if costs.sharding is None else _why_not(task, cluster.size)
-    objection = pipeline_ways.objection(task)
-    found = [] if objection else pipeline_ways.pipelines(task)
-    choices += found
-    if not found and cluster.size > 1:
-        is_tied = any(len(stages) > 1 for stages in costs.tensors.tied)
-        tied = "no cut fits, or each has weights on both sides that the model ties" if is_tied else "no cut fits"
-        left_out["pipelines"] = objection or tied
+    choices, left_out = _ways(task)
     if not choices:
         reasons = "; ".join(f"{way}: {why}" for way, why in left_out.items())
         raise AdviceError(
             f"nothing fits {cluster.size} devices with {format_bytes(limit_bytes)} each: expected more devices or "
             f"memory, or a smaller batch than {batch}. {reasons}"
         )
+    # By all seconds of a step of the whole batch, which is the same for all ways.
     choices.sort(key=lambda choice: choice.seconds.total)
     return Advice(tuple(choices), tuple(left_out.items()), cluster, batch, limit_bytes)
 
 
+def _ways(task: Task) -> tuple[list[Choice], dict[str, str]]:
+    """Ways that fit, and by name the reasons against all others: who misses one must not have to guess."""
+    devices = task.cluster.size
+    left_out = {"tensor parallelism": _TENSOR_PARALLEL}
+    choices = whole_models(task)
+    kinds = {choice.kind for choice in choices}
+    if "one device" not in kinds:
+        left_out["one device"] = _why_not(task, 1)
+    if devices == 1:
+        return choices, left_out
+    if "DDP" not in kinds:
+        left_out["DDP"] = _why_not(task, devices)
+    sharded = sharded_models(task)
+    choices += sharded
+    if not sharded:
+        left_out["FSDP2"] = _why_not(task, devices)
+        if task.costs.sharding is None:
+            left_out["FSDP2"] = "the model has no container with most of its parameters, whose members could be units"
+    # Asked first: the search for cuts knows nothing of what the strategy refuses, and takes long.
+    objection = pipeline_ways.objection(task)
+    if objection:
+        left_out["pipelines"] = objection
+        return choices, left_out
+    pipelines = pipeline_ways.pipelines(task)
+    choices += pipelines
+    if not pipelines:
+        left_out["pipelines"] = "no cut fits"
+        if any(len(stages) > 1 for stages in task.costs.tensors.tied):
+            left_out["pipelines"] = "no cut fits, or each has weights on both sides that the model ties"
+    return choices, left_out
+
+
 def _why_not(task: Task, copies: int) -> str:
+    # Before memory: where the batch cannot be shared out, no plan was asked for.
     if task.divided(copies) is None:
         return f"{task.batch} samples cannot be divided among {copies} devices"
     return f"no plan fits {format_bytes(task.limit_bytes)}"

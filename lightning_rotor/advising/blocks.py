@@ -28,34 +28,48 @@ class Blocks(NamedTuple):
 
 def blocks_of(model: nn.Module) -> Blocks | None:
     """The blocks of a model; None if at most half of its parameters are in containers of several modules."""
-    total = _size_of([model])
-    found: list[tuple[str, nn.Module]] = []
+    total_bytes = _size_of([model])
+    containers: list[str] = []
+    members: list[nn.Module] = []
     for name, module in model.named_modules():
-        inside = any(name == outer or name.startswith(f"{outer}.") for outer, _ in found if outer)
-        # The members of a model that is a container itself are looked at by their own.
-        if inside or (not name and _holds_containers(module)):
+        # Outer ones come first, and what is in a unit is a part of it.
+        if any(name.startswith(f"{outer}.") for outer in containers if outer):
             continue
-        learned = [child for child in module.children() if _size_of([child])]
-        if isinstance(module, _CONTAINERS) and len(learned) > 1 and _calls_no_members(module):
-            found.append((name, module))
-    members = [child for _, module in found for child in module.children() if _size_of([child])]
-    if not total or _size_of(members) < _LEAST_SHARE * total:
+        # The members of a model that is a container itself are looked at by their own.
+        if not name and _holds_containers(module):
+            continue
+        if not isinstance(module, _CONTAINERS) or not _calls_no_members(module):
+            continue
+        # Activations and dropout have nothing that could be spread.
+        with_parameters = [child for child in module.children() if _size_of([child])]
+        if len(with_parameters) > 1:
+            containers.append(name)
+            members += with_parameters
+    if not total_bytes or _size_of(members) < _LEAST_SHARE * total_bytes:
         return None
-    return Blocks(tuple(name for name, _ in found), tuple(members))
+    return Blocks(tuple(containers), tuple(members))
 
 
 def _holds_containers(module: nn.Module) -> bool:
-    return any(isinstance(below, _CONTAINERS) for below in module.modules() if below is not module)
+    for below in module.modules():
+        if below is not module and isinstance(below, _CONTAINERS):
+            return True
+    return False
 
 
 def _calls_no_members(module: nn.Module) -> bool:
-    """True if a container's members may be units: ``fully_shard`` works where a module is called."""
+    """True if a container's members may be units."""
+    # ``fully_shard`` works where a module is called, and nobody calls a ModuleList.
     return all(not isinstance(child, nn.ModuleList) for child in module.children())
 
 
 def _size_of(modules: Sequence[nn.Module]) -> int:
-    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.nbytes for parameter in parameters.values())
+    # Once each: tied parameters belong to several modules.
+    parameters = {}
+    for module in modules:
+        for parameter in module.parameters():
+            parameters[id(parameter)] = parameter.nbytes
+    return sum(parameters.values())
 
 
 def unit_of_each(stages: Sequence[Stage], blocks: Blocks) -> list[int | None]:
@@ -69,10 +83,16 @@ def unit_of_each(stages: Sequence[Stage], blocks: Blocks) -> list[int | None]:
     units: list[int | None] = [None] * len(stages)
     places: dict[int, list[int]] = {}
     for place, stage in enumerate(stages):
-        used = {unit_of_parameter.get(id(parameter)) for parameter in stage.parameters()} - {None}
+        used = set()
+        for parameter in stage.parameters():
+            unit = unit_of_parameter.get(id(parameter))
+            if unit is not None:
+                used.add(unit)
+        # A stage that runs across two blocks is a part of neither.
         if len(used) == 1:
-            places.setdefault(used.pop(), []).append(place)  # type: ignore[arg-type]
+            places.setdefault(used.pop(), []).append(place)
     for number, at in places.items():
+        # Stages without parameters, such as an addition, are in the block that they stand in.
         for place in range(at[0], at[-1] + 1):
             if units[place] is None:
                 units[place] = number

@@ -33,9 +33,16 @@ class StepSeconds:
     @property
     def limited_by(self) -> Limit:
         """The part of the step that takes most beside compute, if that is a tenth of the step or more; else compute."""
-        others: dict[Limit, float] = {"recomputation": self.recomputation, "link": self.link, "bubble": self.bubble}
+        others: dict[Limit, float] = {
+            "recomputation": self.recomputation,
+            "link": self.link,
+            "bubble": self.bubble,
+        }
         largest = max(others, key=others.__getitem__)
-        return largest if others[largest] >= 0.1 * self.total else "compute"
+        # Compute is most of nearly every step. To say so each time would not tell what to change.
+        if others[largest] >= 0.1 * self.total:
+            return largest
+        return "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +87,7 @@ class Choice:
             return f"FSDP2, reshard={self.reshard}"
         if self.kind != "pipeline":
             return self.kind
-        copies = f", x {self.copies} DDP" if self.copies > 1 else ""
-        return f"pipeline of {self.stages}, {self.schedule}{copies}"
+        name = f"pipeline of {self.stages}, {self.schedule}"
+        if self.copies > 1:
+            name += f", x {self.copies} DDP"
+        return name

@@ -72,11 +72,19 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, gpu: str, devices: int, nodes: int = 1, *, link: float | None = None, network: float | None = None
+        cls,
+        gpu: str,
+        devices: int,
+        nodes: int = 1,
+        *,
+        link: float | None = None,
+        network: float | None = None,
     ) -> Cluster:
         """Devices by the name of their GPU; ``link`` and ``network`` are measured bytes per second, instead."""
-        found = {name.lower(): name for name in GPUS}.get(gpu.lower())
-        if found is None:
+        # In any case: a command line is typed by hand.
+        names = {name.lower(): name for name in GPUS}
+        model = names.get(gpu.lower())
+        if model is None:
             raise AdviceError(f"gpu {gpu!r} is unknown: expected one of {', '.join(GPUS)}")
         for name, number in (("devices", devices), ("nodes", nodes)):
             if not is_positive_integer(number):
@@ -84,13 +92,16 @@ class Cluster:
         for name, speed in (("link", link), ("network", network)):
             if speed is not None and not speed > 0:
                 raise AdviceError(f"{name} is {speed!r}: expected measured bytes per second, such as 300e9")
-        figures = _LINKS[found]
+        figures = _LINKS[model]
+        # What was measured has its losses in it already.
+        link_speed = link or _LINK_EFFICIENCY * figures.link
+        network_speed = network or _LINK_EFFICIENCY * figures.network
         return cls(
-            GPUS[found],
+            GPUS[model],
             devices,
             nodes,
-            Link(link or _LINK_EFFICIENCY * figures.link, _LATENCY_SECONDS),
-            Link(network or _LINK_EFFICIENCY * figures.network, _NETWORK_LATENCY_SECONDS),
+            Link(link_speed, _LATENCY_SECONDS),
+            Link(network_speed, _NETWORK_LATENCY_SECONDS),
         )
 
     @property
@@ -103,6 +114,7 @@ class Cluster:
         return self.link if self._in_a_node(devices) else self.network
 
     def _in_a_node(self, devices: int) -> bool:
+        # Where they do not divide a node's, some group of so many lies on two nodes, and every step waits for it.
         return devices <= self.devices and self.devices % devices == 0
 
     def _collective_link(self, processes: int, apart: int) -> Link:
@@ -115,12 +127,10 @@ class Cluster:
         return Link(speed, self.network.latency_seconds)
 
     def gather_seconds(self, size_bytes: float, processes: int, *, apart: int = 1) -> float:
-        """Seconds in which processes bring their parts of ``size_bytes`` together, or spread sums over themselves.
-
-        Around a ring, ``n - 1`` messages of an n-th each, one after the other.
-        """
+        """Seconds in which processes bring their parts of ``size_bytes`` together, or spread sums over themselves."""
         if processes == 1 or not size_bytes:
             return 0.0
+        # Around a ring, ``n - 1`` messages of an n-th each, one after the other.
         link = self._collective_link(processes, apart)
         return (processes - 1) * (link.latency_seconds + size_bytes / processes / link.bytes_per_second)
 

@@ -49,7 +49,9 @@ class Precision:
             raise AdviceError(
                 f"precision {name!r} is unknown: expected 32-true, bf16-true, 16-true, bf16-mixed or 16-mixed"
             )
-        return cls(_TYPES[bits], None) if kind == "true" else cls(None, _TYPES[bits])
+        if kind == "true":
+            return cls(floating=_TYPES[bits])
+        return cls(mixed=_TYPES[bits])
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +70,13 @@ class SpreadParameters:
         return cls(tuple(listed))
 
     def shard_bytes(self, processes: int, *, learning: bool = False) -> int:
-        """Bytes of one process's part, of what learns alone if asked. All parts are padded to the largest."""
+        """Bytes of one process's part, of what learns alone if asked."""
         size_bytes = 0
         for rows, row_bytes, learns in self.parameters:
             if learns or not learning:
-                size_bytes += -(-rows // processes) * row_bytes
+                # Whole rows: FSDP2 cuts parameters along their first dimension, and pads all parts to the largest.
+                own_rows = -(-rows // processes)
+                size_bytes += own_rows * row_bytes
         return size_bytes
 
 
@@ -95,18 +99,26 @@ class StageTensors:
     @classmethod
     def of(cls, model: nn.Module, stages: Sequence[Stage]) -> StageTensors:
         """Of a model that was cut into stages."""
-        tensors = [tensors_of(stage) for stage in stages]
-        in_stages = {id(tensor) for held in tensors for tensor in held}
-        around = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in in_stages]
+        tensors_by_stage = list(map(tensors_of, stages))
+        in_stages: set[int] = set()
+        for tensors in tensors_by_stage:
+            in_stages.update(map(id, tensors))
+        around = []
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in in_stages:
+                around.append(tensor)
         users: dict[int, list[int]] = {}
         for number, stage in enumerate(stages):
             for parameter in stage.parameters():
+                # By identity: the tensors are fake, and have no values to compare.
                 users.setdefault(id(parameter), []).append(number)
+        # Once each: layers that are tied share several parameters.
+        tied = dict.fromkeys(tuple(numbers) for numbers in users.values() if len(numbers) > 1)
         return cls(
-            tuple(map(storage_bytes, tensors)),
-            tuple(storage_bytes(stage.learning()) for stage in stages),
-            storage_bytes(around),
-            tuple({tuple(numbers): None for numbers in users.values() if len(numbers) > 1}),
+            held_bytes=tuple(map(storage_bytes, tensors_by_stage)),
+            learning_bytes=tuple(storage_bytes(stage.learning()) for stage in stages),
+            outside_bytes=storage_bytes(around),
+            tied=tuple(tied),
         )
 
 
@@ -155,6 +167,7 @@ class ModelCosts:
     @property
     def state_scale(self) -> float:
         """Bytes of optimizer state for each byte that learns."""
+        # A share and not a sum, as each device of a pipeline or of FSDP2 has the state of its own part.
         return self.resident.optimizer_bytes / max(self.trained_bytes, 1)
 
     @property
@@ -164,6 +177,7 @@ class ModelCosts:
 
     def resident_at(self, batch_size: int) -> ResidentMemory:
         """Memory that training holds beside a chain, for a batch size."""
+        # The batch was that of the larger estimated size, and nothing else depends on it.
         batch_bytes = -(-self.resident.batch_bytes * batch_size // self.costs.sizes[1])
         return replace(self.resident, batch_bytes=batch_bytes)
 
@@ -186,41 +200,59 @@ def model_costs(
     # Code may drop a dimension of one sample that others have.
     small = max(2, batch_size)
     sizes = small, 2 * small
-    resident = _resident(make_model, [_of_size(spec, sizes[1]) for spec in inputs], make_optimizers, precision, like)
-    found: list[list[Profile]] = []
+    largest = [_of_size(spec, sizes[1]) for spec in inputs]
+    resident = _resident(make_model, largest, make_optimizers, precision, like)
+    profiles_by_size: list[list[Profile]] = []
     for size in sizes:
+        # A model for each size: estimating gives it fake tensors, which belong to one run.
         model = _built(make_model, precision)
         blocks = blocks_of(model)
         ways: list[Callable[[Sequence[Stage]], Sequence[Stage]]] = [tuple]
         if blocks is not None:
             ways.append(by_unit(blocks))
-        specs = [_of_size(spec, size) for spec in inputs]
-        types = {"autocast": precision.mixed, "floating": precision.floating}
-        found.append(estimate_profiles(model, specs, accelerator, ways, like=like, progress=progress, **types))
+        profiles = estimate_profiles(
+            model,
+            [_of_size(spec, size) for spec in inputs],
+            accelerator,
+            ways,
+            like=like,
+            progress=progress,
+            autocast=precision.mixed,
+            floating=precision.floating,
+        )
+        profiles_by_size.append(profiles)
     # The last model's tensors are those of the last profiles.
+    last_profiles = profiles_by_size[1]
     sharding = None
     if blocks is not None:
-        sharding = _sharding(model, blocks, found[1][1].stages, AffineCosts(sizes, _chains(found, 1)))
+        by_blocks = AffineCosts(sizes, _chains(profiles_by_size, 1))
+        sharding = _sharding(model, blocks, last_profiles[1].stages, by_blocks)
     return ModelCosts(
-        costs=AffineCosts(sizes, _chains(found, 0)),
-        tensors=StageTensors.of(model, found[1][0].stages),
+        costs=AffineCosts(sizes, _chains(profiles_by_size, 0)),
+        tensors=StageTensors.of(model, last_profiles[0].stages),
         resident=resident,
         sharding=sharding,
         is_sequential=isinstance(model, nn.Sequential),
     )
 
 
-def _chains(found: Sequence[Sequence[Profile]], way: int) -> tuple[Chain, Chain]:
-    return found[0][way].chain, found[1][way].chain
+def _chains(profiles_by_size: Sequence[Sequence[Profile]], way: int) -> tuple[Chain, Chain]:
+    small, large = profiles_by_size
+    return small[way].chain, large[way].chain
 
 
 def _built(make_model: Callable[[], nn.Module], precision: Precision) -> nn.Module:
     model = build_on_meta(make_model)
-    return model if precision.floating is None else model.to(precision.floating)
+    if precision.floating is None:
+        return model
+    return model.to(precision.floating)
 
 
 def _of_size(spec: InputSpec, batch_size: int) -> InputSpec:
-    return replace(spec, shape=(batch_size, *spec.shape[1:])) if spec.shape else spec
+    if not spec.shape:
+        # A scalar belongs to no sample.
+        return spec
+    return replace(spec, shape=(batch_size, *spec.shape[1:]))
 
 
 def _resident(
@@ -231,12 +263,15 @@ def _resident(
     like: str,
 ) -> ResidentMemory:
     """Memory that training holds beside a chain, with the optimizers' way of stepping on the device."""
-    model, device = _built(make_model, precision), torch.device("meta")
+    model = _built(make_model, precision)
+    device = torch.device("meta")
     optimizers = list(make_optimizers(model))
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        # torch's default on GPUs, which it cannot tell from tensors without a device.
-        if like == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # torch's default on GPUs, which it cannot tell from tensors without a device.
+            if like == "cuda" and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+    # On meta: only its bytes count.
     batch = [spec.make(device, floating=precision.floating) for spec in inputs]
     return ResidentMemory.of(model, model, optimizers, batch, device)
 
@@ -244,10 +279,10 @@ def _resident(
 def _sharding(model: nn.Module, blocks: Blocks, stages: Sequence[Stage], costs: AffineCosts) -> Sharding:
     units = []
     spread: set[int] = set()
-    for module in blocks.modules:
+    # The model last: it is the unit of all that no block has spread.
+    for module in (*blocks.modules, model):
         parameters = [parameter for parameter in module.parameters() if id(parameter) not in spread]
         spread.update(map(id, parameters))
         units.append(SpreadParameters.of(parameters))
-    units.append(SpreadParameters.of([each for each in model.parameters() if id(each) not in spread]))
     unit_of_stage = tuple(unit_of_each(stages, blocks))
     return Sharding(blocks.containers, tuple(units), costs, unit_of_stage, StageTensors.of(model, stages))

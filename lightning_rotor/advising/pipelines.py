@@ -27,13 +27,13 @@ _SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 
 def pipelines(task: Task) -> list[Choice]:
     """The fastest number of micro-batches that fits, of each schedule over each number of devices."""
-    found = []
+    choices = []
     for stages in _numbers_of_stages(task):
         for schedule in _SCHEDULES:
             fastest = _fastest(task, stages, schedule)
             if fastest is not None:
-                found.append(fastest)
-    return found
+                choices.append(fastest)
+    return choices
 
 
 def _fastest(task: Task, stages: int, schedule: PipelineScheduleName) -> Choice | None:
@@ -41,6 +41,7 @@ def _fastest(task: Task, stages: int, schedule: PipelineScheduleName) -> Choice 
     # Small micro-batches first: they are planned at once, and make the bubble small.
     for micro_batches in reversed(_micro_batches(task, stages)):
         choice = _choice(task, stages, schedule, micro_batches)
+        # Fewer ones are larger, and take longer to plan: once they do not pay, still larger ones are not tried.
         if fastest is not None and (choice is None or choice.seconds.total > fastest.seconds.total):
             break
         fastest = choice or fastest
@@ -49,6 +50,7 @@ def _fastest(task: Task, stages: int, schedule: PipelineScheduleName) -> Choice 
 
 def _chain_and_tensors(task: Task) -> tuple[AffineCosts, StageTensors]:
     costs = task.costs
+    # The strategy itself cuts more finely, so the way is at least as fast there.
     if len(costs.tensors.held_bytes) > _FINE and costs.sharding is not None:
         return costs.sharding.costs, costs.sharding.tensors
     return costs.costs, costs.tensors
@@ -78,17 +80,23 @@ def _micro_batches(task: Task, stages: int) -> list[int]:
     """Numbers of micro-batches that divide a copy's batch."""
     samples = task.divided(task.cluster.size // stages) or 0
     numbers = [rounds * stages for rounds in _ROUNDS if samples % (rounds * stages) == 0]
-    # Too few samples for one of each device.
-    return numbers or ([samples] if samples > 1 else [])
+    if not numbers and samples > 1:
+        # Too few samples for one of each device, so each sample is a micro-batch.
+        numbers.append(samples)
+    return numbers
 
 
 def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batches: int) -> Choice | None:
     """A pipeline over so many devices, as often as there are devices for it; None if it does not fit."""
-    costs, cluster = task.costs, task.cluster
+    costs = task.costs
+    cluster = task.cluster
     copies = cluster.size // stages
     samples = task.divided(copies)
     assert samples is not None
-    stages_per_device = 2 if schedule == "interleaved" else 1
+    stages_per_device = 1
+    if schedule == "interleaved":
+        # With one, nothing would be interleaved.
+        stages_per_device = 2
     of_sizes, tensors = _chain_and_tensors(task)
     if stages * stages_per_device > len(tensors.held_bytes):
         return None
@@ -117,14 +125,20 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
     if _divides_tied(cut, tensors.tied):
         return None
     learning_bytes = _by_device(cut, tensors.learning_bytes)
-    final_bytes = around_bytes
-    states = zip(_by_device(cut, state_bytes), learning_bytes, strict=True)
-    final_bytes += max(state + learning + round(costs.temporary_scale * learning) for state, learning in states)
-    peak_bytes = max(around_bytes + max(cut.simulation.peak_bytes), final_bytes)
+    # The simulator ends before the optimizers step, which may take more than any micro-batch did.
+    final_bytes = 0
+    for state, learning in zip(_by_device(cut, state_bytes), learning_bytes, strict=True):
+        temporary = round(costs.temporary_scale * learning)
+        final_bytes = max(final_bytes, state + learning + temporary)
+    peak_bytes = around_bytes + max(*cut.simulation.peak_bytes, final_bytes)
     if peak_bytes > task.limit_bytes:
         return None
-    sums_seconds = cluster.sum_seconds(max(learning_bytes), copies, apart=stages)
-    again = sum(len(choice.plan.schedule.recomputed) for choice in cut.choices)
+    # All devices wait for the one that has most to add up, and to step with.
+    most_learning_bytes = max(learning_bytes)
+    sums_seconds = cluster.sum_seconds(most_learning_bytes, copies, apart=stages)
+    recomputed = 0
+    for choice in cut.choices:
+        recomputed += len(choice.plan.schedule.recomputed)
     return Choice(
         kind="pipeline",
         devices=cluster.size,
@@ -134,8 +148,8 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
         micro_batches=micro_batches,
         batch_per_device=samples,
         peak_bytes=peak_bytes,
-        seconds=_seconds(cut, sums_seconds, task.optimizer_seconds(max(learning_bytes))),
-        recomputed=again,
+        seconds=_seconds(cut, sums_seconds, task.optimizer_seconds(most_learning_bytes)),
+        recomputed=recomputed,
         chain_length=len(chain),
         lines=pipeline_lines(task, stages, schedule, micro_batches),
     )
@@ -143,14 +157,21 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
 
 def _seconds(cut: Partition, sums_seconds: float, optimizer_seconds: float) -> StepSeconds:
     """Seconds of a step: what devices compute on average, and the rest of it, in which they wait for one another."""
-    events = [event for device in cut.simulation.events for event in device]
+    busy_of_all = 0.0
+    again_of_all = 0.0
+    for events in cut.simulation.events:
+        for event in events:
+            busy_of_all += event.end_seconds - event.start_seconds
+            again_of_all += event.recompute_seconds
     devices = len(cut.simulation.events)
-    busy = sum(event.end_seconds - event.start_seconds for event in events) / devices
-    again = sum(event.recompute_seconds for event in events) / devices
+    busy = busy_of_all / devices
+    again = again_of_all / devices
     return StepSeconds(
+        # Recomputation is a part of the backwards that it is for.
         compute=busy - again + optimizer_seconds,
         recomputation=again,
         link=sums_seconds,
+        # All else: who has nothing to do waits for a message or for the stage that sends it.
         bubble=cut.seconds - busy,
     )
 

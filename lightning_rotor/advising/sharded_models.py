@@ -26,29 +26,34 @@ _SLOTS = 250
 
 def sharded_models(task: Task) -> list[Choice]:
     """FSDP2 over all devices, with and without resharding, where that fits."""
-    sharding, samples = task.costs.sharding, task.divided(task.cluster.size)
+    sharding = task.costs.sharding
+    samples = task.divided(task.cluster.size)
     if sharding is None or samples is None or task.cluster.size == 1:
         return []
     chain = sharding.costs.at(samples)
-    found = []
+    choices = []
     for reshard in (True, False):
         choice = Spread(task, sharding, chain, samples, reshard=reshard).fastest()
         if choice is not None:
-            found.append(choice)
-    return found
+            choices.append(choice)
+    return choices
 
 
 class Spread:
     """FSDP2 over all devices of a task."""
 
     def __init__(self, task: Task, sharding: Sharding, chain: Chain, samples: int, *, reshard: bool) -> None:
-        self._task, self._sharding, self._chain = task, sharding, chain
-        self._samples, self._reshard = samples, reshard
+        self._task = task
+        self._sharding = sharding
+        self._chain = chain
+        self._samples = samples
+        self._reshard = reshard
         self._processes = task.cluster.size
         self._sizes = [unit_sizes(unit, self._processes) for unit in sharding.units]
         shard_bytes = sum(unit.shard_bytes(self._processes) for unit in sharding.units)
         self.shard_gradient_bytes = sum(sizes.shard_bytes for sizes in self._sizes)
         resident = task.costs.resident_at(samples)
+        # Optimizers step on shards.
         state_bytes = round(self.shard_gradient_bytes * task.costs.state_scale)
         self._held_bytes = shard_bytes + state_bytes + resident.buffer_bytes + resident.batch_bytes
         self._final_bytes = self._held_bytes + self.shard_gradient_bytes
@@ -57,47 +62,63 @@ class Spread:
     def fastest(self) -> Choice | None:
         """The fastest schedule found under which the step with its messages keeps the limit; None if there is none."""
         limit_bytes = self._task.limit_bytes
+        if self._final_bytes > limit_bytes:
+            # No schedule changes what is there when the optimizer steps.
+            return None
         simulation = self._simulated(Schedule.keep_all(len(self._chain)))
-        found: Choice | None = None
+        fastest: Choice | None = None
         for _ in range(_TRIES):
             choice = self.choice(simulation)
-            if choice.peak_bytes <= limit_bytes and (found is None or choice.seconds.total < found.seconds.total):
-                found = choice
-            if self._final_bytes > limit_bytes or (found is choice and not choice.recomputed):
-                break
+            is_faster = fastest is None or choice.seconds.total < fastest.seconds.total
+            if choice.peak_bytes <= limit_bytes and is_faster:
+                fastest = choice
+                if not choice.recomputed:
+                    # Nothing is faster than plain training.
+                    break
             # What is around the chain differs from plan to plan, so the next one has that of this.
             budget_bytes = simulation.peak_bytes + limit_bytes - choice.peak_bytes
             try:
                 solved = plan(
-                    self._chain, max(budget_bytes, 1), slots=_SLOTS, lingering_bytes=self.shard_gradient_bytes
+                    self._chain,
+                    max(budget_bytes, 1),
+                    slots=_SLOTS,
+                    lingering_bytes=self.shard_gradient_bytes,
                 )
             except BudgetError:
                 break
+            # The same again: so would be all further ones.
             if solved.schedule == simulation.schedule:
                 break
             simulation = solved.simulation
-        return found
+        return fastest
 
     def _simulated(self, schedule: Schedule) -> Simulation:
+        # Gradients of the step before are there during the forward, as shards.
         return simulate(self._chain, schedule, lingering_bytes=self.shard_gradient_bytes)
 
     def step(self, simulation: Simulation) -> ShardedStep:
         """The step with its messages."""
-        cluster, processes = self._task.cluster, self._processes
+
+        def message_seconds(size_bytes: int) -> float:
+            # For both directions: spreading sums over processes goes around the same ring as gathering.
+            return self._task.cluster.gather_seconds(size_bytes, self._processes)
+
+        *units, rest = self._sizes
         return sharded_step(
             simulation.events,
             self._sharding.unit_of_stage,
-            self._sizes[:-1],
-            self._sizes[-1],
+            units,
+            rest,
             reshard=self._reshard,
-            message_seconds=lambda size_bytes: cluster.gather_seconds(size_bytes, processes),
+            message_seconds=message_seconds,
         )
 
     def choice(self, simulation: Simulation) -> Choice:
         """A way to train under a schedule."""
         step = self.step(simulation)
         peak_bytes = max(self._held_bytes + step.peak_bytes, self._final_bytes)
-        again = [event.stage for event in simulation.events if event.phase == "recompute"]
+        # Stages and not their runs: one in a nested segment runs more often.
+        recomputed = {event.stage for event in simulation.events if event.phase == "recompute"}
         optimizer_seconds = self._task.optimizer_seconds(self.shard_gradient_bytes)
         return Choice(
             kind="FSDP2",
@@ -111,14 +132,15 @@ class Spread:
                 link=step.seconds - step.busy_seconds,
             ),
             reshard=self._reshard,
-            recomputed=len(set(again)),
+            recomputed=len(recomputed),
             chain_length=len(self._chain),
             lines=fsdp_lines(self._task, self._sharding.containers, reshard=self._reshard),
         )
 
 
 def unit_sizes(unit: SpreadParameters, processes: int) -> UnitSizes:
-    """Bytes of a unit and of its messages, with the padding that makes all shards as large."""
+    """Bytes of a unit and of its messages."""
+    # A message has all shards, each padded to the largest.
     shard_bytes = unit.shard_bytes(processes)
     learning_bytes = unit.shard_bytes(processes, learning=True)
     return UnitSizes(

@@ -46,47 +46,66 @@ def sharded_step(
         if event.phase == "backward":
             walk.backward(event, unit)
         elif event.phase == "wait":
+            # For moves, which plans of spread models have none of.
             continue
+        elif event.phase == "recompute":
+            # The backward finds it as the recomputation has left it, whatever the forward does with it.
+            walk.forward(event, unit, stays=_is_backward_of(events, place + 1, event.stage))
         else:
-            follows = events[place + 1] if place + 1 < len(events) else None
-            # The backward finds it as the recomputation has left it.
-            is_next = follows is not None and follows.phase == "backward" and follows.stage == event.stage
-            stays = is_next if event.phase == "recompute" else not reshard
-            walk.forward(event, unit, stays=stays)
+            walk.forward(event, unit, stays=not reshard)
         if place == last_forward:
             walk.end_forward()
     walk.end_backward()
+    # The step is over when the last message is: the optimizer needs it.
     return ShardedStep(walk.peak_bytes, max(walk.now, walk.link_free), walk.busy)
+
+
+def _is_backward_of(events: Sequence[Event], place: int, stage: int) -> bool:
+    """True if the event at a place is there, and the backward of this stage."""
+    if place >= len(events):
+        return False
+    event = events[place]
+    return event.phase == "backward" and event.stage == stage
 
 
 class _Walk:
     """State of the step between events."""
 
     def __init__(self, units: Sequence[UnitSizes], rest: UnitSizes, message_seconds: Callable[[int], float]) -> None:
-        self._units, self._rest, self._message_seconds = units, rest, message_seconds
+        self._units = units
+        self._rest = rest
+        self._message_seconds = message_seconds
         self.peak_bytes = 0
         # The rest of the model, in one piece.
         self._base = 0
-        self.now = self.link_free = self.busy = 0.0
+        self.now = 0.0
+        self.link_free = 0.0
+        self.busy = 0.0
         # Bytes by the simulator.
         self._level = 0
         # What units have beyond that: parameters, messages, and shards in the place of gradients.
         self._whole: dict[int, int] = {}
-        self._message = self._on_its_way = self._reduced = self._gradients = 0
+        self._message = 0
+        self._on_its_way = 0
+        self._reduced = 0
+        self._gradients = 0
         self._coming: int | None = None
         # When the message of a unit has come.
         self._arrival: dict[int, float] = {}
         # When the gathering of a unit ahead may begin.
         self._may_gather = 0.0
         self._note(rest.gathered_bytes)
+        # The message that brings the rest of the model, and what is copied out of it, are there together.
         self._message = rest.gathered_bytes
         self._base = rest.gathered_bytes
         self._note()
         self.now = self._send(rest.gathered_bytes, 0.0)
 
     def _note(self, more: int = 0, *, level: int | None = None) -> None:
-        beside = self._message + self._on_its_way + self._reduced + self._gradients + sum(self._whole.values())
-        level = self._level if level is None else level
+        beside = sum(self._whole.values())
+        beside += self._message + self._on_its_way + self._reduced + self._gradients
+        if level is None:
+            level = self._level
         self.peak_bytes = max(self.peak_bytes, level + self._base + beside + more)
 
     def _send(self, size_bytes: int, since: float) -> float:
@@ -102,6 +121,7 @@ class _Walk:
         """A forward, or a recomputation."""
         if unit is not None and unit not in self._whole:
             gathered = self._units[unit].gathered_bytes
+            # The message of the unit before is still there while this one's arrives.
             self._note(gathered)
             self._message = gathered
             self._whole[unit] = gathered
@@ -135,21 +155,27 @@ class _Walk:
         if unit not in self._whole:
             arrival = self._arrival.pop(unit, None)
             if self._coming == unit:
-                self._on_its_way, self._coming = 0, None
+                self._on_its_way = 0
+                self._coming = None
             if arrival is None:
                 arrival = self._send(gathered, self.now)
             self.now = max(self.now, arrival)
+            # The message with all parameters, and the parameters that are copied out of it.
             self._note(2 * gathered)
             self._whole[unit] = gathered
+        # One unit ahead: torch gathers what the backward will need next while it computes this one.
         ahead = unit - 1
         if ahead >= 0 and ahead not in self._whole and self._coming is None:
-            self._coming, self._on_its_way = ahead, self._units[ahead].gathered_bytes
+            self._coming = ahead
+            self._on_its_way = self._units[ahead].gathered_bytes
             self._arrival[ahead] = self._send(self._on_its_way, self.now)
 
     def _reduce(self, sizes: UnitSizes) -> None:
         """Send gradients to the shards."""
+        # The message of the unit before goes when this one's is made.
         self._reduced = sizes.reduced_bytes
         self._note()
+        # The simulator has counted whole gradients, of which the shard stays.
         self._gradients += sizes.shard_bytes - sizes.gradient_bytes
         self._note()
         self._send(sizes.reduced_bytes, self.now)

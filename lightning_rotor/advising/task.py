@@ -32,14 +32,15 @@ class Task:
     limit_text: str
 
     def optimizer_seconds(self, learning_bytes: float) -> float:
-        """Seconds of an optimizer's step over so many bytes of parameters, which memory decides.
-
-        It reads parameters, gradients and state, and writes parameters and state.
-        """
+        """Seconds of an optimizer's step over so many bytes of parameters, which memory decides."""
+        # It reads parameters, gradients and state, and writes parameters and state.
         moved_bytes = learning_bytes * (3 + 2 * self.costs.state_scale)
         return moved_bytes / (_BANDWIDTH_EFFICIENCY * self.cluster.gpu.bandwidth)
 
     def divided(self, copies: int) -> int | None:
         """Samples for each of some copies of the model; None if they do not get equally many."""
         samples, left = divmod(self.batch, copies)
-        return None if left or not samples else samples
+        # Unequal shares would weigh samples unequally: DDP averages over its copies.
+        if left or not samples:
+            return None
+        return samples

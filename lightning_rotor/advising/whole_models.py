@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_rotor.advising.choice import Choice, StepSeconds
+from lightning_rotor.advising.choice import Choice, Kind, StepSeconds
 from lightning_rotor.advising.python_lines import ddp_lines, one_device_lines
 from lightning_rotor.advising.task import Task
 from lightning_rotor.errors import BudgetError
@@ -22,14 +22,15 @@ from lightning_rotor.simulator import Event
 
 def whole_models(task: Task) -> list[Choice]:
     """The fastest number of accumulated batches that fits, on one device and under DDP on all."""
-    found = []
+    choices = []
+    # Once, where there is one device.
     for copies in dict.fromkeys((1, task.cluster.size)):
         samples = task.divided(copies)
         if samples is not None:
             fastest = _fastest(task, copies, samples)
             if fastest is not None:
-                found.append(fastest)
-    return found
+                choices.append(fastest)
+    return choices
 
 
 def _fastest(task: Task, copies: int, samples: int) -> Choice | None:
@@ -60,20 +61,27 @@ def _choice(task: Task, copies: int, samples: int, accumulated: int) -> Choice |
     )
     final_bytes = resident.staying_bytes + (resident.temporary_bytes or 0)
     if final_bytes > task.limit_bytes:
+        # No plan changes what is there when the optimizer steps.
         return None
     budget = resident.budget(task.limit_bytes)
     try:
         plan = budget.plan(chain)
     except BudgetError:
         return None
+    kind: Kind = "one device"
+    lines = one_device_lines(task, accumulated)
     messages = 0.0
     if copies > 1:
-        gradients = [stage.keep.parameter_gradient_bytes for stage in chain]
-        seconds = [task.cluster.sum_seconds(size, copies) for size in gradients]
-        messages = exposed_seconds(plan.simulation.events, seconds)
-    lines = ddp_lines(task, accumulated) if copies > 1 else one_device_lines(task, accumulated)
+        kind = "DDP"
+        lines = ddp_lines(task, accumulated)
+        message_seconds = []
+        for stage in chain:
+            seconds = task.cluster.sum_seconds(stage.keep.parameter_gradient_bytes, copies)
+            message_seconds.append(seconds)
+        # Once a step, for the batch that is accumulated last: the others send nothing.
+        messages = exposed_seconds(plan.simulation.events, message_seconds)
     return Choice(
-        kind="DDP" if copies > 1 else "one device",
+        kind=kind,
         devices=copies,
         copies=copies,
         batch_per_device=samples,
@@ -102,9 +110,11 @@ def exposed_seconds(events: Sequence[Event], message_seconds: Sequence[float]) -
         >>> exposed_seconds(backward, [1.0, 6.0])  # the second message leaves when the first one has come, at 10
         3.0
     """
-    now = link_free = 0.0
+    now = 0.0
+    link_free = 0.0
     for event in events:
         now += event.seconds
+        # The bucket of a stage is full when its backward is done.
         if event.phase == "backward":
             link_free = max(link_free, now) + message_seconds[event.stage]
     return max(0.0, link_free - now)

@@ -24,5 +24,6 @@ stages. Read in this order:
   given and does not read (``unread_arguments``) may be anything.
 - ``boundaries``, with ``names_of_stages`` and ``graph_stage`` (its code is text of ``source``), makes stages of a
   recording; ``differences`` compares two.
-- ``compiled`` is about modules that the user compiled.
+- ``compiled`` is about modules that the user compiled; ``compiled_call`` makes one stage of one that was compiled as a
+  whole.
 """

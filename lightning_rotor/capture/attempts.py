@@ -187,7 +187,7 @@ class Attempts:
         writer = again.recorder.surroundings.written_by
         if writer is not None:
             culprit = self._module.get_submodule(writer)
-            reason = "it prints, or writes to a file, whenever it runs, which a recording would not"
+            reason = "it prints, or opens or writes a file, whenever it runs, which a recording would not"
             return _Attempt(again.recorder, None, culprit, reason)
         return first
 
@@ -258,6 +258,7 @@ class Attempts:
             reason = f"its forward changes {name!r}, which is outside of modules"
             return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
         recorder.surroundings.note_layers(recording.run_as_they_are)
+        recorder.surroundings.note_cached()
         # Everything was set back above, and the next call is compared with what is there now.
         recording.notes.settle()
         return _Attempt(recorder, recording, module)

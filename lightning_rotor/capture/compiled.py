@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from lightning_rotor.capture.graph_stage import GraphSlice
-from lightning_rotor.compiling.partitioner import Partitioner
+from lightning_rotor.compiling.partitioner import Partitioner, Saving
 from lightning_rotor.errors import OptionError
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.partitioning import under_partitioner
@@ -44,10 +44,15 @@ class CannotRepeatError(Exception):
     """A compiled module can have no variants; says why."""
 
 
-def taken_apart(name: str, what: str = "it") -> str:
-    """A warning about what was compiled as a whole under this name, and is to run under plans that take it apart."""
+def taken_apart(name: str, what: str = "it", *, reason: str = "") -> str:
+    """A warning about what was compiled as a whole under this name, and is to run under plans that take it apart.
+
+    The reason is why its graph cannot be planned inside.
+    """
+    because = f" ({reason})" if reason else ""
     return (
-        f"{name} was compiled as a whole, but a plan takes it apart, so {what} runs uncompiled from now on: expected "
+        f"{name} was compiled as a whole, but a plan takes it apart{because}, so {what} runs uncompiled from now on: "
+        "expected "
         "blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every plan"
     )
 
@@ -68,13 +73,17 @@ class CompiledModules:
     """Compiles the modules of one model under other budgets, equal ones once.
 
     ``"exact"`` variants compute the bits of the user's code, ``"close"`` ones may differ by rounding. With
-    ``saving_bytes``, there is one variant instead: the user's graph planned inside, so that its counted peak is lower
-    by so much.
+    ``saving``, there is one variant instead: the user's graph planned inside, so that its counted peaks are
+    lower by so much.
+
+    Attributes:
+        objections: Why variants that were measured must not be used, by their names.
     """
 
-    def __init__(self, variants: Variants = "exact", *, saving_bytes: int | None = None) -> None:
+    def __init__(self, variants: Variants = "exact", *, saving: Saving | None = None) -> None:
         self.choice = check_variants(variants)
-        self.saving_bytes = saving_bytes
+        self.saving = saving
+        self.objections: dict[str, str] = {}
         self._settings: list[private.CompilerSettings] = []
         # Each with the backend that it is compiled by.
         self._functions: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}
@@ -96,10 +105,13 @@ class CompiledModules:
         modules = compiled_in(stage)
         if not modules:
             return {}
-        if self.saving_bytes is not None:
-            if len(modules) > 1 or not private.is_inductor(_settings_of(modules[0]).backend):
+        if self.saving is not None:
+            if len(modules) > 1:
                 return {}
-            inside = partial(_compile_inside, saving_bytes=self.saving_bytes)
+            objection = objection_to_planning_inside(_settings_of(modules[0]))
+            if objection:
+                raise CannotRepeatError(objection)
+            inside = partial(_compile_inside, saving=self.saving)
             replacements = {modules[0]: self._under(INSIDE, inside, modules[0], one_graph=one_graph)}
             return {INSIDE: _calling(stage, replacements)}
         variants = {}
@@ -160,16 +172,19 @@ class CompiledModules:
             function,
             backend=backend,
             fullgraph=one_graph or settings.fullgraph,
-            dynamic=settings.dynamic,
+            # Each size that is planned inside is measured, and gets a graph of its own.
+            dynamic=False if variant == INSIDE else settings.dynamic,
         )
         return partial(compiled, inner)
 
 
 def _compile_inside(
-    backend: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any], *, saving_bytes: int, **options: Any
+    backend: Callable[..., Any], graph: fx.GraphModule, inputs: Sequence[Any], *, saving: Saving, **options: Any
 ) -> Any:
     """A backend that compiles with the user's, and splits forward and backward by a plan."""
-    partitioner = Partitioner(saving_bytes=saving_bytes)
+    if private.is_aot_eager(backend):
+        return private.aot_eager_under(Partitioner(saving=saving, fused=False))(graph, inputs)
+    partitioner = Partitioner(saving=saving)
     with under_partitioner(partitioner, partitioner.key):
         return backend(graph, inputs, **options)
 
@@ -218,6 +233,21 @@ def _may_draw(graph: fx.GraphModule) -> bool:
     return bool(draws.kinds)
 
 
+def objection_to_planning_inside(settings: private.CompilerSettings | None) -> str:
+    """Why a graph that is compiled so cannot be planned inside, as far as settings tell; empty if it can."""
+    if settings is None:
+        return "this version of torch does not tell how it was compiled"
+    if not private.is_inductor(settings.backend) and not private.is_aot_eager(settings.backend):
+        return "planning inside takes the backend Inductor"
+    if _has_cuda_graphs(settings):
+        return "CUDA graphs hold on to their memory"
+    return ""
+
+
+def _has_cuda_graphs(settings: private.CompilerSettings) -> bool:
+    return bool((getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"))
+
+
 def _settings_of(module: nn.Module) -> private.CompilerSettings:
     """Options that a module was compiled with; ``CannotRepeatError`` if it cannot be compiled so again."""
     settings = private.compiler_settings(module)
@@ -228,7 +258,7 @@ def _settings_of(module: nn.Module) -> private.CompilerSettings:
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
     if settings.has_more:
         raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")
-    if (getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"):
+    if _has_cuda_graphs(settings):
         raise CannotRepeatError("CUDA graphs hold on to their memory")
     return settings
 

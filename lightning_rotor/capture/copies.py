@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
 from functools import partial
 from itertools import chain
+from mmap import mmap
+from queue import SimpleQueue
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from lightning_rotor.private import python_names
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.python_names import addresses_of
 from lightning_rotor.stages.containers import entries_of, length_of
@@ -31,6 +34,8 @@ FILLED = (list, tuple, dict, set, frozenset, deque)
 """Containers, whose entries are compared, not the containers."""
 VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
 """Objects that show the entries of another container, to which they refer."""
+BYTES = (bytearray, array, memoryview, mmap, *python_names.C_DATA)
+"""Types of values whose bytes are all that they are. Numbers that processes share are of ctypes."""
 MOST_COMPARED = 20_000
 """Entries of a container that are compared at each call."""
 MOST_COMPARED_BYTES = 1024**2
@@ -222,8 +227,14 @@ def _state_of(value: Any) -> Any:
     is_array = issubclass(kind, np.ndarray) and not value.dtype.hasobject
     if is_array and value.nbytes <= MOST_COMPARED_BYTES:
         return value.shape, value.dtype.str, value.tobytes()
-    if issubclass(kind, (bytearray, array)):
-        return bytes(value)
+    if issubclass(kind, BYTES):
+        return memoryview(value).tobytes()
+    if issubclass(kind, SimpleQueue):
+        # Nobody can look at its entries but the garbage collector.
+        rows = [held for held in gc.get_referents(value) if type(held) is list]
+        return [id(entry) for row in rows for entry in row], value.qsize()
+    if kind in python_names.SEMAPHORES:
+        return python_names.value_of_semaphore(value)
     if issubclass(kind, FILLED):
         return length_of(value)
     return generator_state(value) if issubclass(kind, GENERATORS) else None

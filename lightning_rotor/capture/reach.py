@@ -10,11 +10,13 @@ from __future__ import annotations
 import enum
 import gc
 import logging
+import os
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -25,13 +27,13 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
-from weakref import ReferenceType
+from weakref import ProxyTypes, ReferenceType
 
 import numpy as np
 import torch
 from torch import nn
 
-from lightning_rotor.capture.copies import FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
+from lightning_rotor.capture.copies import BYTES, FILLED, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private.values import attributes_of
@@ -68,7 +70,7 @@ class _Holder:
 
     def names(self) -> Set[str]:
         """All names."""
-        if self.kind in (kinds.VARIABLE, kinds.REFERENT):
+        if self.kind in (kinds.VARIABLE, kinds.REFERENT, kinds.CELL):
             return {"its value"}
         if self.kind is kinds.SLOTS:
             return set(slots_of(type(self.owner)))
@@ -94,6 +96,8 @@ class Reach:
         # Value, path, where, level.
         self._pending: list[tuple[Any, str, str, int]] = []
         self._is_following = False
+        # Functions under functools.cache, path, where.
+        self._cached: list[tuple[Any, str, str]] = []
         # The sets themselves, which grow with what is learned.
         notes.names = self._names
         notes.entered = self._looked_into
@@ -107,6 +111,8 @@ class Reach:
             objects = [holder for holder in self._holders if holder.is_object]
             for holder in objects:
                 self._look(holder, holder.names())
+        for name in new & _QUESTIONS.keys():
+            self.read(Place(kinds.ANSWER, _QUESTIONS[name], name), "")
         # Objects that were met before may have attributes of these names.
         if new:
             for holder in [*self._holders]:
@@ -117,6 +123,12 @@ class Reach:
         value = place.read()
         self._notes.take(place, path)
         self.follow(value, path, where or place.name)
+
+    def follow_caches(self) -> None:
+        """Follow results that functions have cached since they were met, as a recording may call them first."""
+        for function, path, where in self._cached:
+            for result in _parts_of(function):
+                self.follow(result, path, f"{where}()")
 
     def look_into(self, module: nn.Module, path: str) -> None:
         """Follow what a module of the recorded one has in attributes, which themselves are compared elsewhere."""
@@ -141,6 +153,12 @@ class Reach:
             self._pending.clear()
 
     def _follow(self, value: Any, path: str, where: str, level: int) -> None:
+        if type(value) in ProxyTypes:
+            # It passes every question on, and so what it is asked here must be asked of what it stands for.
+            try:
+                value = value.__reduce__.__self__
+            except ReferenceError:
+                return
         if type(value) in PLAIN or id(value) in self._seen:
             return
         # Modules of the recorded one are compared by Watch.
@@ -150,6 +168,8 @@ class Reach:
             raise UntraceableError(f"it can read more than {_MOST_VALUES} values outside of modules, through {where!r}")
         self._seen[id(value)] = value
         _require_comparable(value, where)
+        if isinstance(value, _CACHED):
+            self._cached.append((value, path, where))
         # Watch compares containers to the end, and objects one level deep.
         level_inside = level if isinstance(value, FILLED) else _OUTSIDE
         self._pending += [(entry, path, f"{where}[…]", level_inside) for entry in _parts_of(value)]
@@ -198,12 +218,18 @@ def _require_comparable(value: Any, where: str) -> None:
         what = f"more than {MOST_COMPARED} entries"
     elif isinstance(value, np.ndarray) and (value.nbytes > MOST_COMPARED_BYTES or value.dtype.hasobject):
         what = f"an array of {value.nbytes} bytes of {value.dtype}"
+    elif isinstance(value, BYTES) and _bytes_in(value) > MOST_COMPARED_BYTES:
+        what = f"{_bytes_in(value)} bytes of {type(value).__name__}"
     else:
         return
     raise UntraceableError(
         f"it can read {where}, {what}, which cannot be compared at each call: keep it in a tensor, or read it in a "
         "submodule"
     )
+
+
+def _bytes_in(value: Any) -> int:
+    return memoryview(value).nbytes
 
 
 def _parts_of(value: Any) -> Iterable[Any]:
@@ -225,11 +251,51 @@ def _parts_of(value: Any) -> Iterable[Any]:
             return (value.__self__,)
         case partial():
             return value.func, *value.args, value.keywords
+        case _ if isinstance(value, _CACHED):
+            return _cached_by(value)
     return ()
 
 
-_HIDES_NAMES = ("collections", "weakref", "enum", "types")
-"""Modules of Python whose classes keep what they hold under names that only their own code knows."""
+def _cached_by(function: Any) -> Iterator[Any]:
+    """Results that a function returns again, which it alone holds, and their keys."""
+    for held in gc.get_referents(function):
+        if isinstance(held, dict):
+            yield from contents_of(held)
+        elif not isinstance(held, type):
+            yield held
+
+
+_CACHED = type(lru_cache(len))
+"""The type of functions under ``functools.cache`` and ``lru_cache``."""
+
+_HIDES_NAMES = (
+    *("collections", "weakref", "enum", "types"),
+    *("threading", "multiprocessing", "queue", "asyncio", "configparser", "string"),
+    *("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data.", "torch.distributions."),
+)
+"""Modules of Python and torch whose classes keep what they hold under names that only their own code knows."""
+
+_QUESTIONS: dict[str, Callable[[], Any]] = {
+    "allow_tf32": lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cwd": os.getcwd,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_num_threads": torch.get_num_threads,
+    "getcwd": os.getcwd,
+    "getrecursionlimit": sys.getrecursionlimit,
+    "initial_seed": torch.initial_seed,
+}
+"""Functions that ask for a setting of the process, by the names under which code asks."""
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    """True for a module that a user has written, or has made without a file."""
+    # Parts of an extension, such as torch._C._nn, have no file of their own. That of their package tells.
+    package = sys.modules.get(module.__name__.partition(".")[0], module)
+    file = getattr(module, "__file__", None) or getattr(package, "__file__", None)
+    if file is None:
+        return module.__name__ not in sys.builtin_module_names
+    return is_users(file)
 
 
 def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
@@ -246,13 +312,14 @@ def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
 
     match value:
         case type():
-            for base in filter(is_users_class, value.__mro__):
-                yield holder(kinds.CLASS_ENTRIES, base)
+            # Attributes of a class are those of its metaclass, too.
+            metaclass: type = type(value)
+            for base in (*value.__mro__, *metaclass.__mro__):
+                if is_users_class(base):
+                    yield holder(kinds.CLASS_ENTRIES, base)
             return
         case ModuleType():
-            # A module without a file is built into Python.
-            file = getattr(value, "__file__", None) or "<frozen "
-            if is_users(file):
+            if _is_users_module(value):
                 yield holder(kinds.ENTRIES, vars(value))
             return
         # A logger's caches change whenever a level is set.
@@ -275,10 +342,14 @@ def _holders_of(value: Any, where: str, path: str) -> Iterator[_Holder]:
         case FunctionType():
             if value.__dict__:
                 yield holder(kinds.ENTRIES, value.__dict__)
+            # Variables around code of the user's are noted when it runs. Nobody follows other code, such as that of
+            # functools.singledispatch, which keeps its functions there.
+            if not is_users(value.__code__.co_filename):
+                for cell in value.__closure__ or ():
+                    yield holder(kinds.CELL, cell, hides_names=True)
             return
         case _:
-            is_pythons = type(value).__module__.partition(".")[0] in _HIDES_NAMES
-            hides_names = is_pythons or isinstance(value, enum.Enum)
+            hides_names = type(value).__module__.startswith(_HIDES_NAMES) or isinstance(value, enum.Enum)
             namespace = namespace_of(value)
             if namespace is not None:
                 yield holder(kinds.ENTRIES, namespace, is_object=True, hides_names=hides_names)

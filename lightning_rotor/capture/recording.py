@@ -44,6 +44,11 @@ class Recording:
             modules.update(leaf.modules())
         return modules
 
+    @property
+    def bytes_by_operation(self) -> list[int]:
+        """Bytes that each operation has made and saved in the recorded call."""
+        return [memory.made_bytes + memory.saved_bytes for memory in self.memory.values()]
+
     def runs_the_same(self, other: Recording) -> bool:
         """True if another recording has the same operations on the same modules and tensors."""
         if first_difference(self.graph, other.graph):

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_rotor.capture.compiled_call import CompiledCut
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.errors import ModelError, SampleError
 from lightning_rotor.private.sharding import Unit, units_below
@@ -26,7 +27,7 @@ NO_CHECKPOINTS = (
 )
 """Why a model that recomputes by itself cannot be planned, and the remedy."""
 _NO_POINT = "there is no point between its operations where little is alive"
-WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph"}
+WAYS = {"sequential": "as an nn.Sequential", "graph": "as a graph", "compiled": "as it was compiled"}
 """The ways to a chain, as messages spell them."""
 
 
@@ -54,12 +55,16 @@ class SequentialCut:
         return value
 
 
+Cut: TypeAlias = SequentialCut | GraphCut | CompiledCut
+"""Stages of a module for a certain kind of call."""
+
+
 def sequentialize(
     module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    known: Sequence[SequentialCut | GraphCut] = (),
+    known: Sequence[Cut] = (),
     afresh: bool = False,
 ) -> SequentialCut | GraphCut:
     """Turn a module into a chain of stages. The module stays as it is.

@@ -81,6 +81,11 @@ class SizeGuards:
         # The very same dict: a signature that is added there is settled at once.
         self.settled = {} if self.asks_values else self._read
 
+    @property
+    def recorded_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors of the call that was recorded."""
+        return tuple(shape for shape, _ in self._recorded[0])
+
     def hold(self, signature: Signature, inputs: Sequence[Any]) -> bool:
         """True if a call with these inputs would see the same."""
         self.objection = ""

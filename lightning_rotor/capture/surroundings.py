@@ -65,7 +65,7 @@ class Surroundings:
 
     Attributes:
         notes: The values that it could read.
-        written_by: Path of the first module whose code printed or wrote to a file.
+        written_by: Path of the first module whose code printed, or opened or wrote a file.
     """
 
     def __init__(
@@ -100,6 +100,10 @@ class Surroundings:
             for name in self._read_of_others & own_names:
                 place = Place(ENTRIES, layer.__dict__, name)
                 self._reach.read(place, "", f"{type(layer).__name__}.{name}")
+
+    def note_cached(self) -> None:
+        """Note what functions under ``functools.cache`` return, now that the code has run."""
+        self._reach.follow_caches()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -165,9 +169,11 @@ class Surroundings:
                 self._note_call(frame, path)
 
     def _note_built_in(self, frame: FrameType, called: Any) -> None:
-        """Note a call of a function in C: it writes, or it reads an attribute."""
-        # A recording would not print again. Most loggers end in a call of ``write``, too.
-        if called is print or called.__name__ == "write":
+        """Note a call of a function in C: it writes, it opens a file, or it reads an attribute."""
+        # A recording would neither print again nor look at what is in a file by then. Most loggers end in a call of
+        # ``write``, too. Python opens files by itself, for the lines that a warning shows and for imports.
+        opens = called is open and _opens_for_user(frame)
+        if opens or called is print or called.__name__ == "write":
             if self.written_by is None:
                 self.written_by = self._module_path()
             return
@@ -227,6 +233,11 @@ class Surroundings:
             if getattr(function, name):
                 self._reach.read(Place(ATTRIBUTE, function, name), path, f"{function.__name__}.{name}")
         self._reach.follow(function, path, function.__name__)
+
+
+def _opens_for_user(frame: FrameType) -> bool:
+    """True if code of the user's opens a file, itself or through ``pathlib``."""
+    return is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__", "").startswith("pathlib")
 
 
 def _is_ours(frame: FrameType) -> bool:

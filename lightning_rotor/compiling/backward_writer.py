@@ -65,6 +65,8 @@ class _Writer:
         template: A backward with the placeholders and outputs that this one must have.
         made: By node of the joint graph, the node of the backward that has its value.
         pending: By stage, the segment that must run before anything of the stage is there.
+        unneeded: Inputs of the forward that the template does not take. What is made of them nobody reads in the end: a
+            segment keeps values that its leaves save by default, even if this very backward reads none of them.
     """
 
     stages: Stages
@@ -74,6 +76,7 @@ class _Writer:
     graph: fx.Graph = field(default_factory=fx.Graph)
     made: dict[fx.Node, fx.Node] = field(default_factory=dict)
     pending: dict[int, Segment] = field(default_factory=dict)
+    unneeded: list[fx.Node] = field(default_factory=list)
 
     def write(self) -> fx.GraphModule:
         """The backward."""
@@ -94,6 +97,10 @@ class _Writer:
         end = self.graph.output(tuple(self.made[each] if isinstance(each, fx.Node) else each for each in results))
         end.meta.update(output.meta)
         self.graph.eliminate_dead_code()
+        for node in self.unneeded:
+            if node.users:
+                raise RuntimeError(f"{node} is no input of the backward")
+            self.graph.erase_node(node)
         self.graph.lint()
         return partitioning.with_graph(stages.joint, self.graph)
 
@@ -191,7 +198,11 @@ class _Writer:
 
     def _emit(self, node: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
         if node.op == "placeholder":
-            raise RuntimeError(f"{node} is no input of the backward")
+            first = next(iter(self.graph.nodes))
+            with self.graph.inserting_before(first):
+                made[node] = self.graph.node_copy(node)
+            self.unneeded.append(made[node])
+            return
         copied = self.graph.node_copy(node, made.__getitem__)
         partitioning.copy_attributes(node, copied)
         made[node] = copied

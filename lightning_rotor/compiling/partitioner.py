@@ -25,6 +25,22 @@ _log = logging.getLogger(__name__)
 _MOST_POINTS = 24
 
 
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """By how much the peaks of a pair of graphs are to be lower than those of the pair that torch would make.
+
+    A negative number is room: the peak may be higher by so much.
+    """
+
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def is_needed(self) -> bool:
+        """True if one of them must be lower."""
+        return max(self.forward_bytes, self.backward_bytes) > 0
+
+
 @dataclass(frozen=True)
 class Split:
     """A joint graph in two.
@@ -48,7 +64,7 @@ def partition(
     joint: fx.GraphModule,
     budget_bytes: int | None = None,
     *,
-    saving_bytes: int = 0,
+    saving: Saving | None = None,
     outputs: int,
     static_inputs: tuple[int, ...] = (),
     fused: bool = True,
@@ -58,7 +74,7 @@ def partition(
     Args:
         joint: As AOTAutograd hands it to a partitioner. It is changed.
         budget_bytes: For all that both graphs allocate; None is what they take where torch chooses what is saved.
-        saving_bytes: By which the peak is to be lower than that.
+        saving: In the place of a budget, how much less than that each of the two peaks may be.
         outputs: Number of the forward's outputs.
         static_inputs: Numbers of inputs that stay where they are, such as parameters.
         fused: The compiler makes pointwise results where they are read, as Inductor does.
@@ -86,11 +102,18 @@ def partition(
         return Split(forward, backward, schedule, overhead, peak)
 
     kept = split(Schedule.keep_all(len(chain)), 0.0)
-    if budget_bytes is None:
-        budget_bytes = kept.peak.peak_bytes - saving_bytes
-    if kept.peak.peak_bytes <= budget_bytes:
+    if saving is not None:
+        forward_bytes = kept.peak.forward_bytes - saving.forward_bytes
+        backward_bytes = kept.peak.backward_bytes - saving.backward_bytes
+    else:
+        forward_bytes = backward_bytes = kept.peak.peak_bytes if budget_bytes is None else budget_bytes
+
+    def excess(peak: CountedPeak) -> int:
+        return max(peak.forward_bytes - forward_bytes, peak.backward_bytes - backward_bytes)
+
+    if excess(kept.peak) <= 0:
         return kept
-    least_bytes = kept.peak.peak_bytes
+    least_excess_bytes = excess(kept.peak)
     with outside_of_fakes():
         # From the largest budget to the least: the first one that keeps the budget is the fastest.
         points = [point for point in reversed(list(frontier(chain))) if point.overhead > 0]
@@ -99,21 +122,25 @@ def partition(
         with outside_of_fakes():
             schedule = point.schedule
         candidate = split(schedule, point.overhead)
-        if candidate.peak.peak_bytes <= budget_bytes:
+        if excess(candidate.peak) <= 0:
             _log.info(
-                "a compiled graph of %d stages runs under %s: counted peak %s of %s",
+                "a compiled graph of %d stages runs under %s: counted peaks %s of %s in the forward, %s of %s in the "
+                "backward",
                 len(chain),
                 schedule,
-                format_bytes(candidate.peak.peak_bytes),
-                format_bytes(budget_bytes),
+                format_bytes(candidate.peak.forward_bytes),
+                format_bytes(forward_bytes),
+                format_bytes(candidate.peak.backward_bytes),
+                format_bytes(backward_bytes),
             )
             return candidate
-        least_bytes = min(least_bytes, candidate.peak.peak_bytes)
+        least_excess_bytes = min(least_excess_bytes, excess(candidate.peak))
+    available_bytes = min(forward_bytes, backward_bytes)
     raise BudgetError(
-        f"the compiled graph takes at least {format_bytes(least_bytes)}, but has {format_bytes(budget_bytes)}: raise "
-        "mem_limit or lower the batch size",
-        minimum_bytes=least_bytes,
-        budget_bytes=budget_bytes,
+        f"the compiled graph takes at least {format_bytes(available_bytes + least_excess_bytes)}, but has "
+        f"{format_bytes(available_bytes)}: raise mem_limit or lower the batch size",
+        minimum_bytes=available_bytes + least_excess_bytes,
+        budget_bytes=available_bytes,
         stage="",
     )
 
@@ -143,16 +170,16 @@ class Partitioner:
         splits: One for each graph that was compiled.
     """
 
-    def __init__(self, budget_bytes: int | None = None, *, saving_bytes: int = 0, fused: bool = True) -> None:
+    def __init__(self, budget_bytes: int | None = None, *, saving: Saving | None = None, fused: bool = True) -> None:
         self.splits: list[Split] = []
         self._budget_bytes = budget_bytes
-        self._saving_bytes = saving_bytes
+        self._saving = saving
         self._fused = fused
 
     @property
     def key(self) -> str:
         """Equal for partitioners that split equal graphs alike."""
-        return f"lightning-rotor {self._budget_bytes} {self._saving_bytes} {self._fused}"
+        return f"lightning-rotor {self._budget_bytes} {self._saving} {self._fused}"
 
     def __call__(
         self,
@@ -167,7 +194,7 @@ class Partitioner:
         split = partition(
             joint,
             self._budget_bytes,
-            saving_bytes=self._saving_bytes,
+            saving=self._saving,
             outputs=num_fwd_outputs,
             static_inputs=tuple(static_lifetime_input_indices or ()),
             fused=self._fused,

@@ -35,14 +35,17 @@ class Output:
     def hold(self, tensors: Tensors) -> None:
         """Hold the tensors."""
         self._held = list(map(_holding, tensors))
-        self._versions = list(map(private.version_of, tensors)) if _hooks() is None else None
+        self._versions = None
+        if _hooks() is None:
+            self._versions = list(map(private.version_of, tensors))
 
     def hand_over(self, after: Rebuilder, tensors: Tensors) -> None:
         """Drop the tensors, which a run can rebuild from its output; only the first call does so."""
         # Several modules may take the output. One of them rebuilds it, and the others find it there in the backward.
         if self._after is None:
             self._require_untouched(tensors)
-            self._held, self._after = None, after
+            self._held = None
+            self._after = after
 
     def refill(self, tensors: Tensors, *, for_good: bool) -> None:
         """Take tensors that a run has rebuilt, ``for_good`` if it cannot do so again."""
@@ -63,15 +66,18 @@ class Output:
             raise second_backward(self._name)
         tensors = [get() for get in self._held]
         self._require_untouched(tensors)
-        if for_good:
-            self._held = self._after = None
-        # It is rebuilt once more in the next backward, so it need not be held until then.
-        elif self._after is not None:
+        # What can be rebuilt is rebuilt once more in the next backward, so it need not be held until then.
+        if for_good or self._after is not None:
             self._held = None
+        if for_good:
+            self._after = None
         return tensors
 
     def _require_untouched(self, tensors: Tensors) -> None:
-        if self._versions is not None and list(map(private.version_of, tensors)) != self._versions:
+        if self._versions is None:
+            return
+        # A tensor that was changed in place would give the inverse another output than the forward made.
+        if list(map(private.version_of, tensors)) != self._versions:
             raise ExecutionError(
                 f"the output of {self._name!r} was changed in place, so its input cannot be rebuilt: expected it "
                 "untouched until the backward. Use an operation that is not in place on it"
@@ -106,5 +112,8 @@ def second_backward(name: str) -> ExecutionError:
 def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor is dense and fills its memory, so that a copy of its numbers can stand for it."""
     # A slice of a larger tensor keeps all of it alive, so that dropping the slice frees nothing.
-    memory = tensor.untyped_storage().nbytes()
-    return tensor.nbytes == memory and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    # An overlapping tensor may have as many bytes, and other strides than a dense one.
+    dense = torch.empty_like(tensor, device="meta")
+    return dense.stride() == tensor.stride()

@@ -29,11 +29,14 @@ class Guard:
     """
 
     def __init__(self, tensors: Tensors, *, name: str) -> None:
-        self._name, self._precision = name, precision_of(tensors)
+        self._name = name
+        self._precision = precision_of(tensors)
         self._samples: list[torch.Tensor | None] = []
         for tensor in tensors:
-            is_compared = tensor.is_floating_point() and tensor.numel()
-            self._samples.append(_sample(tensor) if is_compared else None)
+            sample = None
+            if tensor.is_floating_point() and tensor.numel():
+                sample = _sample(tensor)
+            self._samples.append(sample)
 
     def check(self, rebuilt: Tensors, *, draws_random: bool) -> None:
         """Raise InverseError where an error is beyond the tolerance, or warn if that is of a low precision."""
@@ -45,30 +48,45 @@ class Guard:
             # Written so that a NaN is not accepted: it compares as false.
             if error <= tolerance:
                 continue
-            found = f"is off by {error:.2g}" if math.isfinite(error) else "is not finite"
-            remark = f". {DRAWS}" if draws_random else ""
-            message = (
-                f"the input of {self._name!r} as rebuilt by its inverse {found}: expected at most {tolerance:.2g} in "
-                f"{str(self._precision).removeprefix('torch.')}, judged by {_SAMPLES} elements that were noted before "
-                "it was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 "
-                f"(autocast does) or float64, or run fewer modules in a row without their inputs{remark}"
-            )
+            message = self._message(error, tolerance)
+            if draws_random:
+                message += f". {DRAWS}"
             # In 16 bits an error of a tenth may be what the type allows, and training goes on with it in plain mixed
             # precision, too.
             if self._precision not in LOW_PRECISION or not math.isfinite(error):
-                raise InverseError(message, stage=self._name, error=error, tolerance=tolerance)
+                raise InverseError(
+                    message,
+                    stage=self._name,
+                    error=error,
+                    tolerance=tolerance,
+                )
             warnings.warn(message, RotorWarning, stacklevel=2)
+
+    def _message(self, error: float, tolerance: float) -> str:
+        excess = "is not finite"
+        if math.isfinite(error):
+            excess = f"is off by {error:.2g}"
+        precision = str(self._precision).removeprefix("torch.")
+        return (
+            f"the input of {self._name!r} as rebuilt by its inverse {excess}: expected at most {tolerance:.2g} in "
+            f"{precision}, judged by {_SAMPLES} elements that were noted before "
+            "it was dropped. Bound what the inverse divides by (a smaller clamp), keep activations in float32 "
+            "(autocast does) or float64, or run fewer modules in a row without their inputs"
+        )
 
 
 def precision_of(tensors: Iterable[torch.Tensor]) -> torch.dtype:
     """The coarsest dtype in which a module computes that takes these tensors, autocast's among them."""
     floating = list(filter(torch.is_floating_point, tensors))
-    dtypes = [torch.float64, *(tensor.dtype for tensor in floating), *autocast_dtypes(floating)]
+    dtypes = [torch.float64]
+    dtypes += [tensor.dtype for tensor in floating]
+    dtypes += autocast_dtypes(floating)
     return max(dtypes, key=tolerance_of)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
     """The largest error of a rebuilt input in some precision, relative to its largest element."""
+    # A type that is not in the table, such as one of 8 bits, is no finer than the coarsest there.
     return _TOLERANCES.get(dtype, _TOLERANCES[torch.bfloat16])
 
 
@@ -76,15 +94,19 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """A new tensor of the elements at fixed positions."""
     # A regular pattern may fall into few columns of a matrix, so into one half of a coupling. The generator is our own.
     size = tensor.numel()
-    positions = random.Random(size).sample(range(size), min(_SAMPLES, size))
+    # The size is the seed, so that both samples of a tensor are of the same positions.
+    generator = random.Random(size)
+    positions = torch.tensor(generator.sample(range(size), min(_SAMPLES, size)))
     # Not through a flat view, which copies all of a channels-last tensor.
     at_least_1d = tensor.detach().reshape(tensor.shape or (1,))
-    return at_least_1d[torch.unravel_index(torch.tensor(positions), at_least_1d.shape)]
+    return at_least_1d[torch.unravel_index(positions, at_least_1d.shape)]
 
 
 def _error_and_scale(sample: torch.Tensor, rebuilt: torch.Tensor) -> tuple[float, float]:
     """The largest difference and the largest element; where the sample itself is not finite, nothing is expected."""
-    expected, received = sample.double(), rebuilt.double()
+    # In 64 bits, as the difference of two numbers of 16 bits may be beyond their range.
+    expected = sample.double()
+    received = rebuilt.double()
     is_finite = torch.isfinite(expected)
     error = torch.where(is_finite, (received - expected).abs(), 0.0).max()
     scale = torch.where(is_finite, expected.abs(), 0.0).max()

@@ -85,18 +85,21 @@ class Executor:
         make_room_for(_CALLS * schedule.depth)
         self._stages = tuple(stages)
         self._chain = chain
-        self.schedule, self.stopwatch = schedule, stopwatch
+        self.schedule = schedule
+        self.stopwatch = stopwatch
         named_root = None if root is None else (root, "")
         states = states or (NO_STATE,) * len(self._stages)
-        self._states = tuple(replace(state, root=named_root) for state in states)
+        self._states = [replace(state, root=named_root) for state in states]
         # Names of the chain's values by number, for messages.
         self._names = dict(enumerate(inputs))
         for stage in self._stages:
             self._names.update(dict.fromkeys(stage.writes, f"output of {stage.name!r}"))
         last_values = self._stages[-1].writes if wanted is None else wanted
-        self._memory, self._has_warned = memory, False
+        self._memory = memory
+        self._has_warned = False
         # The running call, if it moves something.
         self._moving: MovingCall | None = None
+        # All that the schedule says is decided once, here: a steady step calls functions and looks nothing up.
         self.wire, self._run = self._compiled(schedule.items, last_values, is_outermost=True)
 
     def __call__(self, value: Any) -> Any:
@@ -104,7 +107,8 @@ class Executor:
         if not self.schedule.moves:
             return self._timed(value)
         # The module may be called within its own forward.
-        around, self._moving = self._moving, self._moving_call(value)
+        around = self._moving
+        self._moving = self._moving_call(value)
         try:
             output = self._timed(value)
             if self._moving is not None:
@@ -133,11 +137,17 @@ class Executor:
             return None
         assert self._memory is not None
         given = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        # All of these outlive the call, so moving them would free nothing.
         staying = [*given]
         for stage in self._stages:
             for module in stage.modules:
-                staying += [*module.parameters(), *module.buffers()]
-        storages = [tensor.untyped_storage() for tensor in staying if tensor.layout == torch.strided]
+                staying += module.parameters()
+                staying += module.buffers()
+        storages = []
+        for tensor in staying:
+            # A sparse tensor has no storage of its own.
+            if tensor.layout == torch.strided:
+                storages.append(tensor.untyped_storage())
         return MovingCall(self.schedule, self._memory, storages, given[0].device)
 
     def _at_top(self, number: int, run: _Step, value: Any) -> Any:
@@ -145,7 +155,11 @@ class Executor:
         return run(value) if self._moving is None else self._moving.run(number, run, value)
 
     def _compiled(
-        self, items: tuple[Item, ...], wanted: Collection[int], *, is_outermost: bool = False
+        self,
+        items: tuple[Item, ...],
+        wanted: Collection[int],
+        *,
+        is_outermost: bool = False,
     ) -> tuple[Wire, _Step]:
         """The wire of some items, and the function that runs them and returns the wanted values."""
         needed = set(wanted)
@@ -169,10 +183,12 @@ class Executor:
 
     def _step(self, leaf: Leaf) -> _Step:
         """The function that runs a stage under its option."""
-        stage, costs = self._stages[leaf.stage], self._chain.stages[leaf.stage]
+        stage = self._stages[leaf.stage]
+        costs = self._chain.stages[leaf.stage]
         option = costs.options[leaf.option]
         if option.inverts:
-            return partial(run_inverted, Way(stage, option.fused, costs.draws_random, self._states[leaf.stage]))
+            state = self._states[leaf.stage]
+            return partial(run_inverted, Way(stage, option.fused, costs.draws_random, state))
         units = units_in(stage.modules)
         if units:
             # FSDP's hooks gather and release parameters, and a segment around must find them as they were.
@@ -182,9 +198,10 @@ class Executor:
     def _recomputing(self, segment: Segment, run: _Step, reads: Sequence[int]) -> _Step:
         """The function that runs a segment, which ``run`` does with the values that it reads."""
         numbers = range(segment.first, segment.last + 1)
-        state = sum((self._states[number] for number in numbers), NO_STATE)
+        state = sum(self._states[segment.first : segment.last + 1], NO_STATE)
         input_names = [self._names.get(number, "module's input") for number in reads]
-        first, last = self._stages[segment.first], self._stages[segment.last]
+        first = self._stages[segment.first]
+        last = self._stages[segment.last]
         # Bound, never closed over: the recomputation runs long after a variable of a closure would have changed.
         return partial(
             recomputed,
@@ -208,4 +225,7 @@ def _name_of_leaf(names: Sequence[str], leaf: int, spec: TreeSpec) -> str:
     # A nesting of the leaves' own numbers, in the place of tensors.
     (numbered,) = tree_unflatten(range(spec.num_leaves), spec)
     values = unpacked(numbered, len(names))
-    return next(name for name, value in zip(names, values, strict=True) if leaf in tree_leaves(value))
+    for name, value in zip(names, values, strict=True):
+        if leaf in tree_leaves(value):
+            return name
+    raise LookupError("the leaf of none of the values")

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,7 +31,9 @@ class FileCopy:
     __slots__ = ("__weakref__", "_at", "_back", "_memory", "_out", "_size_bytes", "_target")
 
     def __init__(self, memory: FileMemory, storage: torch.UntypedStorage, at: int) -> None:
-        self._memory, self._size_bytes, self._at = memory, storage.nbytes(), at
+        self._memory = memory
+        self._size_bytes = storage.nbytes()
+        self._at = at
         self._target: torch.UntypedStorage | None = None
         self._back: Future[None] | None = None
         # In a list, which the job empties: whoever waits for it may then drop the last reference.
@@ -54,11 +57,12 @@ class FileCopy:
         return storage
 
     def __del__(self) -> None:
-        places, at, size_bytes = self._memory.places, self._at, self._size_bytes
+        # Without a reference to this: it is gone when the job is done.
+        give_back = partial(_give_back, self._memory.places, self._at, self._size_bytes)
         last = self._back if self._back is not None else self._out
         # A job that has not begun may be left out; one that runs still uses the place.
         last.cancel()
-        last.add_done_callback(lambda _: places.give_back(at, size_bytes))
+        last.add_done_callback(give_back)
 
 
 class FileMemory:
@@ -81,8 +85,11 @@ class FileMemory:
                 'folder that exists and can be written to, such as offload="disk:/tmp"'
             ) from error
         weakref.finalize(self, self._file.close)
-        self.places, self._limit_bytes = Places(), limit_bytes
-        self.writer, self.reader = _Worker("rotor-out"), _Worker("rotor-back")
+        self.places = Places()
+        self._limit_bytes = limit_bytes
+        # Two, as the two directions of a link are: a copy back need not wait for those that are still going out.
+        self.writer = _Worker("rotor-out")
+        self.reader = _Worker("rotor-back")
 
     @property
     def used_bytes(self) -> int:
@@ -91,10 +98,13 @@ class FileMemory:
 
     def copy_out(self, storage: torch.UntypedStorage) -> FileCopy:
         """Begin to write a storage, which the file holds until it is written."""
-        size_bytes, limit_bytes = storage.nbytes(), self._limit_bytes
-        if limit_bytes is not None and self.places.used_bytes + size_bytes > limit_bytes:
+        size_bytes = storage.nbytes()
+        limit_bytes = self._limit_bytes
+        taken_bytes = self.places.used_bytes + size_bytes
+        # A plan has kept the limit. Several calls whose backwards are still to come may not.
+        if limit_bytes is not None and taken_bytes > limit_bytes:
             raise OffloadError(
-                f"what moves to disk takes {format_bytes(self.places.used_bytes + size_bytes)}, more than its limit of "
+                f"what moves to disk takes {format_bytes(taken_bytes)}, more than its limit of "
                 f"{format_bytes(limit_bytes)}: expected calls whose backwards come one after the other. Raise the "
                 "limit, or train without offload"
             )
@@ -121,9 +131,17 @@ class FileMemory:
         storage = box.pop()
         self._whole(self._file.read_into, storage, at, "read from")
 
-    def _whole(self, copy: Callable[[memoryview, int], int], storage: torch.UntypedStorage, at: int, verb: str) -> None:
+    def _whole(
+        self,
+        copy: Callable[[memoryview, int], int],
+        storage: torch.UntypedStorage,
+        at: int,
+        verb: str,
+    ) -> None:
         """Copy all bytes of a storage; the system may do less at a time."""
-        memory = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+        # Over the storage's own address: a bytes object would be a second copy of it.
+        array = ctypes.c_char * storage.nbytes()
+        memory = memoryview(array.from_address(storage.data_ptr())).cast("B")
         done = 0
         try:
             while done < len(memory):
@@ -138,6 +156,7 @@ class FileMemory:
                 "another folder, or train without offload"
             ) from error
         finally:
+            # A view that stays in a traceback would point to memory that is given back.
             memory.release()
 
 
@@ -204,3 +223,7 @@ def _work(jobs: SimpleQueue[_Job | None]) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _give_back(places: Places, at: int, size_bytes: int, _: Future[None]) -> None:
+    places.give_back(at, size_bytes)

@@ -93,7 +93,8 @@ def run_inverted(way: Way, value: Any, before: Output | None = None) -> Any:
     # Nothing is saved then, and there is nothing to drop.
     if not learns:
         return run_stage(way.stage, value)
-    return Inversion(way, inputs, parameters, before or _boundary_of(inputs)).run(value)
+    source = before or _boundary_of(inputs)
+    return Inversion(way, inputs, parameters, source).run(value)
 
 
 def _boundary_of(inputs: Tensors) -> Output | None:
@@ -128,7 +129,9 @@ class Inversion:
         self.inputs = len(inputs)
         self._parameters = parameters
         # Weakly: nobody who could ask for it is left when it goes.
-        self._source: Callable[[], Output | None] = _no_source if source is None else weakref.ref(source)
+        self._source: Callable[[], Output | None] = _no_source
+        if source is not None:
+            self._source = weakref.ref(source)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._hooks = private.hooks_for_saved_tensors()
         self.moment = Moment(inputs[0].device, way.state, may_draw=way.draws_random)
@@ -141,12 +144,17 @@ class Inversion:
 
     def has_made(self, tensors: Tensors) -> bool:
         """True if these are its outputs, all of them in order, as it made them, and no segment has begun or ended."""
-        if len(tensors) != len(self._outputs) or self._hooks != private.hooks_for_saved_tensors():
+        if len(tensors) != len(self._outputs):
+            return False
+        # Other hooks tell that a segment has begun or ended since.
+        if self._hooks != private.hooks_for_saved_tensors():
             return False
         for made, tensor in zip(self._outputs, tensors, strict=True):
+            if made() is not tensor:
+                return False
             # An operation in place leaves the object, and gives it another node.
-            is_as_made = not tensor.requires_grad or getattr(tensor.grad_fn, "run", None) is self
-            if made() is not tensor or not is_as_made:
+            maker = getattr(tensor.grad_fn, "run", None)
+            if tensor.requires_grad and maker is not self:
                 return False
         return True
 
@@ -156,15 +164,19 @@ class Inversion:
         versions = list(map(private.version_of, inputs))
         # With gradients: kernels may give other last bits where none is wanted.
         # Its graph will be dropped; a backward inside of the function runs it again.
-        with self.moment.first(), Recomputation(self.way.name, partial(self._run_again, value)).dropping():
+        recomputation = Recomputation(self.way.name, partial(self._run_again, value))
+        with self.moment.first(), recomputation.dropping():
             output = run_stage(self.way.stage, value)
+        # It holds the input.
+        del recomputation
         made = require_own_output(inputs, versions, output, name=self.way.name)
         self._made = tree_flatten(output)[1]
         learns = [tensor.requires_grad for tensor in made]
         # Detached, the outputs get the node in the place of the module's own graph.
-        outputs = _Node.apply(self, list(map(torch.Tensor.detach, made)), learns, *inputs, *self._parameters)
+        detached = list(map(torch.Tensor.detach, made))
+        outputs = _Node.apply(self, detached, learns, *inputs, *self._parameters)
         # Their graph would live as long as these names do.
-        del output, made
+        del output, made, detached
         self._outputs = list(map(weakref.ref, outputs))
         self.output.hold(outputs)
         source = self._source()
@@ -181,7 +193,10 @@ class Inversion:
         leaves = require_like(value, self._inputs_like, name=self.way.name, what=what)
         self._guard.check(leaves, draws_random=self.moment.draws_random)
         # Kernels may give other last bits for another layout.
-        return [_placed(leaf, stride).detach() for leaf, stride in zip(leaves, self._strides, strict=True)]
+        accepted = []
+        for leaf, stride in zip(leaves, self._strides, strict=True):
+            accepted.append(_placed(leaf, stride).detach())
+        return accepted
 
     def backward(self, gradients: Tensors, wanted: Sequence[bool], *, for_good: bool) -> list[torch.Tensor | None]:
         """The wanted gradients for the input and the parameters; ``for_good`` if no other backward follows."""
@@ -196,19 +211,37 @@ class Inversion:
         return received
 
     def _fused(
-        self, outputs: list[torch.Tensor], gradients: Tensors, wanted: Sequence[bool]
+        self,
+        outputs: list[torch.Tensor],
+        gradients: Tensors,
+        wanted: Sequence[bool],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The input, and gradients for it and the parameters, by the module's own backward."""
         rebuilt, for_input, for_parameters = fused_gradients(
-            self.way.module, self.moment, outputs, self._made, self._parameters, gradients
+            self.way.module,
+            self.moment,
+            outputs,
+            self._made,
+            self._parameters,
+            gradients,
         )
         inputs = self._accepted(rebuilt, what="fused backward")
-        for_inputs = require_like(for_input, self._inputs_like, name=self.way.name, what="fused backward")
-        received = [gradient if want else None for gradient, want in zip(for_inputs, wanted, strict=True)]
+        for_inputs = require_like(
+            for_input,
+            self._inputs_like,
+            name=self.way.name,
+            what="fused backward",
+        )
+        received: list[torch.Tensor | None] = []
+        for gradient, want in zip(for_inputs, wanted, strict=True):
+            received.append(gradient if want else None)
         return inputs, [*received, *for_parameters]
 
     def _by_inverse(
-        self, outputs: list[torch.Tensor], gradients: Tensors, wanted: Sequence[bool]
+        self,
+        outputs: list[torch.Tensor],
+        gradients: Tensors,
+        wanted: Sequence[bool],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The input by the inverse, and gradients for it and the parameters by another forward."""
         with self.moment.again():
@@ -216,8 +249,17 @@ class Inversion:
         inputs = self._accepted(rebuilt, what="inverse")
         # The forward that comes next needs the memory.
         del rebuilt
-        leaves = [learning(tensor, wanted=want) for tensor, want in zip(inputs, wanted, strict=True)]
-        received = plain_gradients(self.way.stage, self.moment, leaves, self._taken, self._parameters, gradients)
+        leaves = []
+        for tensor, want in zip(inputs, wanted, strict=True):
+            leaves.append(learning(tensor, wanted=want))
+        received = plain_gradients(
+            self.way.stage,
+            self.moment,
+            leaves,
+            self._taken,
+            self._parameters,
+            gradients,
+        )
         return inputs, received
 
 
@@ -225,17 +267,28 @@ class _Node(torch.autograd.Function):
     """The node of one run in autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, run: Inversion, outputs: Tensors, learns: Sequence[bool], *tensors: torch.Tensor) -> Any:
-        ctx.run, ctx.stage = run, run.way.name
+    def forward(
+        ctx: Any,
+        run: Inversion,
+        outputs: Tensors,
+        learns: Sequence[bool],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.run = run
+        ctx.stage = run.way.name
         # Whoever changes a parameter meanwhile hears of it.
         ctx.save_for_backward(*tensors[run.inputs :])
-        fixed = [tensor for tensor, learn in zip(outputs, learns, strict=True) if not learn]
+        fixed = []
+        for tensor, learn in zip(outputs, learns, strict=True):
+            if not learn:
+                fixed.append(tensor)
         ctx.mark_non_differentiable(*fixed)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        run, for_good = ctx.run, not private.backward_keeps_graph()
+        run = ctx.run
+        for_good = not private.backward_keeps_graph()
         if torch.is_grad_enabled():
             raise ExecutionError(
                 f"gradients of the gradients of {ctx.stage!r} are wanted (create_graph=True), but its backward "
@@ -260,7 +313,13 @@ def _placed(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """The tensor with this layout."""
     if tensor.stride() == stride:
         return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    placed = torch.empty_strided(
+        tensor.shape,
+        stride,
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
+    return placed.copy_(tensor)
 
 
 def _no_source() -> None:

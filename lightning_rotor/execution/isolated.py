@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_rotor.execution.lent_tensors import buffers_of, copies_of, standing_in
+from lightning_rotor.execution.lent_tensors import Slot, buffers_of, copies_of, standing_in
 from lightning_rotor.execution.passes import forget_casts, repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.sharding import as_found, units_in
@@ -50,7 +50,9 @@ def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
 def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
     """Set back at the end all that the stage's modules and hooks can reach, and parameters if asked."""
     before = Snapshot(module for _, module in stage.submodules())
-    parameters = kept_parameters(stage) if keep_parameters else nullcontext()
+    parameters: AbstractContextManager[Any] = nullcontext()
+    if keep_parameters:
+        parameters = kept_parameters(stage)
     with undone(before.restore), as_found(stage.modules), parameters:
         yield before
 
@@ -75,10 +77,16 @@ class _CopiesBeforeWrites(private.TorchDispatchMode):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         # Putting back is not counted, as writing to .data is not: it would look like a change of the user's.
-        self._kept = [(parameter, parameter.data) for parameter in parameters]
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[tuple[nn.Parameter, torch.Tensor]] = []
         # By memory, those that nothing has written to yet. An operation may write to a view of one.
-        self._waiting = {_memory_of(data): data for _, data in self._kept}
+        self._waiting: dict[int, torch.Tensor] = {}
+        for parameter in parameters:
+            data = parameter.data
+            self._kept.append((parameter, data))
+            self._waiting[_memory_of(data)] = data
+        # What operations have written to, and what it was. A forward rarely writes to parameters, so copies of all
+        # would be memory and time for nothing.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy(self, tensors: Iterable[torch.Tensor]) -> None:
         """Copy those of these tensors that count, before they are written to."""
@@ -120,7 +128,11 @@ def kept_parameters(stage: Stage, known: Iterable[nn.Parameter] | None = None) -
     changed: list[nn.Parameter] = []
     parameters = list(filter(_has_values, _parameters_of(stage)))
     # FSDP frees what it gathers, so a copy would be of memory that is somebody else's by then.
-    if not parameters or units_in(stage.modules) or any(map(private.is_compiled, stage.called_modules())):
+    if not parameters or units_in(stage.modules):
+        yield changed
+        return
+    # Code under a dispatch mode is not compiled.
+    if any(map(private.is_compiled, stage.called_modules())):
         yield changed
         return
     copies = _CopiesBeforeWrites(parameters)
@@ -131,8 +143,10 @@ def kept_parameters(stage: Stage, known: Iterable[nn.Parameter] | None = None) -
     finally:
         present = _parameters_of(stage)
         changed += copies.restore()
-        # One that was exchanged for another has changed as well, though nobody wrote to it.
-        changed += [parameter for parameter in parameters if parameter not in present]
+        for parameter in parameters:
+            # One that was exchanged for another has changed as well, though nobody wrote to it.
+            if parameter not in present:
+                changed.append(parameter)
 
 
 def _parameters_of(stage: Stage) -> dict[nn.Parameter, None]:
@@ -146,12 +160,17 @@ def _parameters_of(stage: Stage) -> dict[nn.Parameter, None]:
 
 
 def _has_values(tensor: Any) -> bool:
-    is_distributed = private.is_traceable_wrapper_subclass(tensor)
-    return tensor.layout is torch.strided and not is_distributed and not is_fake(tensor)
+    if tensor.layout is not torch.strided or is_fake(tensor):
+        return False
+    # A distributed tensor is made of others, and has no memory of its own.
+    return not private.is_traceable_wrapper_subclass(tensor)
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
-    return private.identity_of(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
+    # No memory is known by 0.
+    if tensor.layout is not torch.strided:
+        return 0
+    return private.identity_of(tensor.untyped_storage())
 
 
 @contextmanager
@@ -159,6 +178,8 @@ def lent_buffers(stage: Stage) -> Iterator[list[tuple[nn.Module, str, torch.Tens
     """Give the stage copies of its buffers meanwhile; yields the slots with the originals, which stay unchanged."""
     modules = dict.fromkeys(module for _, module in stage.submodules())
     originals = list(buffers_of(modules))
-    loans = [(module._buffers, name, copy) for module, name, copy in copies_of(originals)]
+    loans: list[Slot] = []
+    for module, name, copy in copies_of(originals):
+        loans.append((module._buffers, name, copy))
     with standing_in(loans):
         yield originals

@@ -38,7 +38,9 @@ def disk_speed(folder: Path) -> tuple[float, float, float]:
 
 def _speeds(memory: PinnedMemory | FileMemory, device: torch.device) -> tuple[float, float, float]:
     storage = torch.zeros(_SAMPLE_BYTES, dtype=torch.uint8, device=device).untyped_storage()
-    out, back = [], []
+    out = []
+    back = []
+    # Whatever is on its way would be timed with the first copy.
     memory.drain()
     # The first one takes pages from the system.
     for _ in range(1 + _REPEATS):
@@ -59,7 +61,8 @@ def _speeds(memory: PinnedMemory | FileMemory, device: torch.device) -> tuple[fl
 
 def _latency(memory: PinnedMemory | FileMemory, device: torch.device) -> float:
     """Seconds that a copy takes besides its bytes: mostly those of Python that asks for it. With one digit."""
-    storages = [torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device).untyped_storage()] * _SMALL_COPIES
+    small = torch.zeros(_SMALL_BYTES, dtype=torch.uint8, device=device)
+    storages = [small.untyped_storage()] * _SMALL_COPIES
     rounds = []
     for _ in range(3):
         memory.drain()
@@ -71,7 +74,9 @@ def _latency(memory: PinnedMemory | FileMemory, device: torch.device) -> float:
             copy.wait_back()
         memory.drain()
         rounds.append((time.perf_counter() - began) / (2 * _SMALL_COPIES))
+        # Their places are free again for the next round.
         del copies, copy
+    # The least, as interruptions only make a round slower.
     return float(f"{min(rounds):.0e}")
 
 

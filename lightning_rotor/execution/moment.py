@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.execution.first_pass import FirstPass, passing_first
-from lightning_rotor.execution.lent_tensors import buffers_of
+from lightning_rotor.execution.lent_tensors import Slot, buffers_of
 from lightning_rotor.execution.nested_backward import Tensors, gradients_for, roots_of
 from lightning_rotor.execution.passes import forget_casts, repeating, run_stage
 from lightning_rotor.execution.segment_state import SegmentState
@@ -30,7 +30,9 @@ class Moment:
     """
 
     def __init__(self, device: torch.device, state: Callable[[], SegmentState], *, may_draw: bool = True) -> None:
-        self._device, self._state, self._may_draw = device, state, may_draw
+        self._device = device
+        self._state = state
+        self._may_draw = may_draw
         # Scratch is made when it is needed.
         self.first_pass = FirstPass(replace(state(), statistics=()))
 
@@ -45,22 +47,28 @@ class Moment:
         first_pass = self.first_pass
         buffers = list(buffers_of(first_pass.state.remembered))
         with passing_first(first_pass):
-            first_pass.generators = before = GeneratorStates(self._device) if self._may_draw else None
+            before: GeneratorStates | None = None
+            if self._may_draw:
+                before = GeneratorStates(self._device)
+            first_pass.generators = before
             yield
             # Most modules draw nothing. Without states, a second call sets nothing back, which costs a copy of 5 KB a
             # generator.
             if before is not None and before.equals(GeneratorStates(self._device)):
                 first_pass.generators = None
         # Buffers that did not change are read as they are (rule 2), and need no copy (rule 4).
-        unchanged = {}
-        for (module, name, buffer), (_, _, value) in zip(buffers, first_pass.values, strict=True):
+        unchanged: list[Slot] = []
+        changed = []
+        for (module, name, buffer), row in zip(buffers, first_pass.values, strict=True):
+            _, _, value = row
             # By value: the kernels of normalization write without a new version.
             if module._buffers.get(name) is buffer and same_bits(buffer, value):
-                unchanged[id(module), name] = module._buffers, name, buffer
-        first_pass.read = TensorsRead((*slots_read(first_pass.state), *unchanged.values()), first_pass.state.spell)
-        first_pass.values = [
-            (module, name, value) for module, name, value in first_pass.values if (id(module), name) not in unchanged
-        ]
+                unchanged.append((module._buffers, name, buffer))
+            else:
+                changed.append(row)
+        state = first_pass.state
+        first_pass.read = TensorsRead([*slots_read(state), *unchanged], state.spell)
+        first_pass.values = changed
 
     @contextmanager
     def again(self, parameters: Tensors = ()) -> Iterator[list[torch.Tensor]]:
@@ -71,9 +79,13 @@ class Moment:
         # Leaves of their own take the gradients, and the parameters' own ones accumulate once, when autograd gets them
         # from the node.
         leaves = list(map(_leaf_like, parameters))
-        substitutes = {id(parameter): leaf for parameter, leaf in zip(parameters, leaves, strict=True)}
+        substitutes = dict(zip(map(id, parameters), leaves, strict=True))
+        # A copy, since the first pass itself may be repeated once more, by another backward.
         repeated = copy(self.first_pass)
-        repeated.state = replace(repeated.state, statistics=self._state().statistics)
+        repeated.state = replace(
+            repeated.state,
+            statistics=self._state().statistics,
+        )
         repeated.read = repeated.read.standing_in(substitutes)
         with repeating(), repeated.replayed():
             try:
@@ -92,24 +104,37 @@ def _leaf_like(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def plain_gradients(
-    stage: Stage, moment: Moment, inputs: Tensors, taken: TreeSpec, parameters: Tensors, gradients: Tensors
+    stage: Stage,
+    moment: Moment,
+    inputs: Tensors,
+    taken: TreeSpec,
+    parameters: Tensors,
+    gradients: Tensors,
 ) -> list[torch.Tensor | None]:
     """Autograd's gradients for leaves of the input and for parameters, by another forward."""
     with torch.enable_grad(), moment.again(parameters) as substitutes:
         again = run_stage(stage, tree_unflatten(inputs, taken))
-        roots = roots_of(require_tensors(again, name=stage.name, what="output"), gradients)
+        outputs = require_tensors(again, name=stage.name, what="output")
+        roots = roots_of(outputs, gradients)
         # The roots hold the graph. The output itself would be memory that nobody reads.
-        del again
+        del again, outputs
     return gradients_for([*inputs, *substitutes], roots, name=stage.name)
 
 
 def fused_gradients(
-    module: Any, moment: Moment, outputs: list[torch.Tensor], made: TreeSpec, parameters: Tensors, gradients: Tensors
+    module: Any,
+    moment: Moment,
+    outputs: list[torch.Tensor],
+    made: TreeSpec,
+    parameters: Tensors,
+    gradients: Tensors,
 ) -> tuple[Any, Any, list[torch.Tensor | None]]:
     """The input, and gradients for it and for parameters, by a fused backward. Empties the list of outputs."""
     with moment.again(parameters) as substitutes:
+        # No name here has the outputs meanwhile, so the module's code may let go of each.
         rebuilt, for_input = module.reversible_backward(
-            tree_unflatten(drained(outputs), made), tree_unflatten(gradients, made)
+            tree_unflatten(drained(outputs), made),
+            tree_unflatten(gradients, made),
         )
     return rebuilt, for_input, [substitute.grad for substitute in substitutes]
 

@@ -145,14 +145,18 @@ class MovingCall:
         device: torch.device,
     ) -> None:
         self._count = len(schedule.items)
-        self._memory, self._device = memory, device
+        self._memory = memory
+        self._device = device
         self._releases: dict[int, list[int]] = {}
         self._fetches: dict[int, list[int]] = {}
         for move in schedule.moves:
             self._releases.setdefault(move.release, []).append(move.item)
+            # The last item is first: its backward comes first, and the link carries one copy after the other.
             self._fetches.setdefault(move.fetch, []).insert(0, move.item)
         # By item that moves, what it has saved.
-        self._saved: dict[int, list[ReferenceType[_Away]]] = {move.item: [] for move in schedule.moves}
+        self._saved: dict[int, list[ReferenceType[_Away]]] = {}
+        for move in schedule.moves:
+            self._saved[move.item] = []
         # By the identity of a storage; that of a dead one may be another's by now.
         self._known: dict[int, ReferenceType[_Away]] = {}
         # Weakly: nobody must hold the input for longer than the chain does.
@@ -187,13 +191,15 @@ class MovingCall:
 
     def _of(self, item: int) -> list[_Away]:
         """Storages that an item has saved, and the graph still holds."""
-        return [away for known in self._saved[item] if (away := known()) is not None]
+        aways = [known() for known in self._saved[item]]
+        return [away for away in aways if away is not None]
 
     def _reach(self, point: int) -> None:
         """All points up to one, each once."""
         while self._next_point <= point:
             now = self._next_point
             self._next_point += 1
+            # What is given back at this point went when the forward ended (``end_forward``).
             if now != self._count:
                 self._give_back(now)
             for item in self._fetches.get(now, ()):
@@ -207,17 +213,22 @@ class MovingCall:
                 away.release(item)
 
     def _pack(self, item: int, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device != self._device:
+        # A subclass may have a scale or parts besides its storage.
+        if type(tensor) not in _PLAIN:
+            return tensor
+        if tensor.layout != torch.strided or tensor.device != self._device:
             return tensor
         storage = tensor.untyped_storage()
         staying = self._staying.get(id(storage))
         if staying is not None and staying() is storage:
             return tensor
+        # Views that are conjugated or negated when they are read have a flag besides, which would be lost.
         if not storage.nbytes() or tensor.is_conj() or tensor.is_neg():
             return tensor
         version = private.version_of(tensor)
         known = self._known.get(id(storage))
         away = None if known is None else known()
+        # Changed in place since, the storage holds other numbers than what was saved before.
         if away is None or away.known() is not storage or away.version != version:
             away = _Away(storage, version)
             self._known[id(storage)] = ref(away)
@@ -225,9 +236,18 @@ class MovingCall:
         if item not in away.holders:
             away.holders.add(item)
             self._saved[item].append(ref(away))
+        # It shares the tensor's counter of changes, and none of its memory.
         changes = tensor.detach()
         changes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return _Saved(away, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), changes, version)
+        return _Saved(
+            away,
+            tensor.dtype,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            changes,
+            version,
+        )
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -240,6 +260,7 @@ def unpack_moved(saved: Any) -> torch.Tensor:
     away, dtype, offset, shape, strides, changes, version = saved
     now = private.version_of(changes)
     if now != version:
+        # In autograd's own words, and no earlier: what no backward reads may be overwritten.
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{dtype} {list(shape)}] is at version {now}; expected version {version} instead"

@@ -24,8 +24,12 @@ def learning(tensor: torch.Tensor, *, wanted: bool = True) -> torch.Tensor:
 
 def roots_of(outputs: Tensors, gradients: Tensors) -> Roots:
     """The roots of a backward from some outputs."""
-    pairs = zip(outputs, gradients, strict=True)
-    return [(get_gradient_edge(output), gradient) for output, gradient in pairs if output.requires_grad]
+    roots: Roots = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        # An edge in the place of the tensor: the backward needs the node, and not the output's memory.
+        if output.requires_grad:
+            roots.append((get_gradient_edge(output), gradient))
+    return roots
 
 
 def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Tensor | None]:
@@ -36,8 +40,10 @@ def gradients_for(inputs: Tensors, roots: Roots, *, name: str) -> list[torch.Ten
     edges, gradients = zip(*roots, strict=True)
     # torch.autograd.grad is silent about leaves that it was not asked for.
     _require_no_others(leaves, [edge.node for edge in edges], name=name)
-    received = iter(torch.autograd.grad(edges, leaves, gradients, allow_unused=True))
-    return [next(received) if tensor.requires_grad else None for tensor in inputs]
+    # And where a leaf has no part in the outputs, None is its gradient, as in plain training.
+    received = torch.autograd.grad(edges, leaves, gradients, allow_unused=True)
+    of_leaf = dict(zip(map(id, leaves), received, strict=True))
+    return [of_leaf.get(id(tensor)) for tensor in inputs]
 
 
 def _require_no_others(leaves: Tensors, nodes: Iterable[Node], *, name: str) -> None:
@@ -61,7 +67,8 @@ def graph_behind(nodes: Iterable[Node]) -> Iterator[Node]:
     while pending:
         node = pending.pop()
         yield node
-        following = {other for other, _ in node.next_functions if other is not None}
-        fresh = following - seen
-        seen |= fresh
-        pending.extend(fresh)
+        for following, _ in node.next_functions:
+            # None stands for an input that wants no gradient.
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)

@@ -63,7 +63,7 @@ class Observers:
         quiet = [entry for entry in self._registered if not entry.watched.acted]
         quiet = self._without_collectors(quiet)
         quiet = self._without_writers(quiet, before)
-        self._quiet = [(table, key) for table, key, _ in quiet]
+        self._quiet = [(entry.table, entry.key) for entry in quiet]
         self._registered = []
 
     def _without_collectors(self, quiet: list[_Registered]) -> list[_Registered]:
@@ -75,7 +75,9 @@ class Observers:
             return quiet
         around: set[nn.Module | None] = set()
         for module in filter(has_own_code, self._modules):
-            around.update(below for below in module.modules() if below is not module)
+            # Without the module itself, whose hooks run outside of its code.
+            _, *below = module.modules()
+            around.update(below)
         if around.isdisjoint(keeping):
             return quiet
         return [entry for entry in quiet if entry.watched.module not in around]
@@ -131,12 +133,14 @@ class _Watched:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook."""
-        looks, marks = _looks_of(arguments), _marks_on(arguments[0])
+        looks = _looks_of(arguments)
+        marks = _marks_on(arguments[0])
         tensors = tensors_in(arguments)
         # Whoever keeps a tensor holds a reference to it.
         # A list that collects outputs changes nothing else that could be seen.
         holders = list(map(getrefcount, tensors))
         result = self._call(*arguments)
+        # Once it has done something it stays so: a module may be called several times in one pass.
         self.acted = self.acted or result is not None or looks != _looks_of(arguments)
         self.marked = self.marked or marks != _marks_on(arguments[0])
         self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
@@ -161,9 +165,13 @@ def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
     """A value that changes if an attribute of the user's is set, or a container in one grows."""
     marks = []
     for name, value in vars(module).items():
-        if name not in private.STRUCTURE:
-            length = length_of(value) if isinstance(value, (list, dict, set, deque)) else 0
-            marks.append((name, id(value), length))
+        # Torch's own bookkeeping, in which watched hooks stand for now.
+        if name in private.STRUCTURE:
+            continue
+        length = 0
+        if isinstance(value, (list, dict, set, deque)):
+            length = length_of(value)
+        marks.append((name, id(value), length))
     return marks
 
 
@@ -171,10 +179,13 @@ def _looks_of(arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
     """A value that changes if a tensor does."""
     looks = []
     for tensor in tensors_in(tuple(arguments)):
-        parts = plain_parts(tensor) if is_made_of_others(tensor) else (tensor,)
+        parts: Iterable[torch.Tensor] = (tensor,)
+        if is_made_of_others(tensor):
+            parts = plain_parts(tensor)
         for part in parts:
             # The address tells of ``tensor.data = ...``, the version of writes in place.
             address = part.data_ptr() if part.layout is torch.strided else 0
+            # Tensors of inference mode count no writes.
             version = 0 if part.is_inference() else private.version_of(part)
             looks.append((address, version, tensor.requires_grad))
     return looks

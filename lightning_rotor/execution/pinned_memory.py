@@ -57,19 +57,29 @@ class PinnedCopy:
     __slots__ = ("__weakref__", "_at", "_back", "_home", "_memory", "_out", "_size_bytes", "_slab", "_target")
 
     def __init__(self, memory: PinnedMemory, storage: torch.UntypedStorage, slab: _Slab, at: int) -> None:
-        self._memory, self._slab, self._at, self._size_bytes = memory, slab, at, storage.nbytes()
+        self._memory = memory
+        self._slab = slab
+        self._at = at
+        self._size_bytes = storage.nbytes()
         self._target: torch.UntypedStorage | None = None
         self._back: torch.cuda.Event | None = None
         # The stream whose pool the device's memory belongs to.
         self._home = memory.compute_stream()
+        # What the item has computed must be there before it is copied.
         memory.out.wait_event(self._home.record_event())
-        memory.copy(slab.address + at, storage.data_ptr(), self._size_bytes, _TO_HOST)
+        memory.copy(
+            slab.address + at,
+            storage.data_ptr(),
+            self._size_bytes,
+            _TO_HOST,
+        )
         self._out = memory.out.record_event()
 
     def wait_out(self) -> None:
         """Let what follows on the compute stream wait until the storage is on the host."""
         self._home.wait_event(self._out)
         now = self._memory.compute_stream()
+        # The module has changed streams: its next work may write to the storage, too.
         if now != self._home:
             now.wait_event(self._out)
 
@@ -77,11 +87,17 @@ class PinnedCopy:
         """Take memory of the compute stream, and begin to copy into it."""
         memory = self._memory
         self._home = memory.compute_stream()
-        self._target = torch.empty(self._size_bytes, dtype=torch.uint8, device=memory.device).untyped_storage()
+        target = torch.empty(self._size_bytes, dtype=torch.uint8, device=memory.device)
+        self._target = target.untyped_storage()
         # Whoever had the memory before may still use it.
         memory.back.wait_event(self._home.record_event())
         memory.back.wait_event(self._out)
-        memory.copy(self._target.data_ptr(), self._slab.address + self._at, self._size_bytes, _TO_DEVICE)
+        memory.copy(
+            self._target.data_ptr(),
+            self._slab.address + self._at,
+            self._size_bytes,
+            _TO_DEVICE,
+        )
         self._back = memory.back.record_event()
 
     def wait_back(self) -> torch.UntypedStorage:
@@ -204,7 +220,8 @@ class PinnedMemory:
             # All threads ask the system for pages, which the driver would do with one.
             memory.zero_()
             with torch.cuda.device(self.device):
-                error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE))
+                runtime = torch.cuda.cudart()
+                error = int(runtime.cudaHostRegister(memory.data_ptr(), size_bytes, _PORTABLE))
                 if error:
                     with suppress(RuntimeError):  # the next launch would report it once more
                         torch.zeros(1, device=self.device)
@@ -222,6 +239,7 @@ class PinnedMemory:
 
 
 def _unregister(memory: torch.Tensor, *streams: torch.cuda.Stream) -> None:
+    # Copies that are on their way would write to memory, or read from it, that the system has given to others.
     for stream in streams:
         stream.synchronize()
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
@@ -239,7 +257,9 @@ def _runtime_copy() -> Callable[..., int]:
         with suppress(TypeError):  # Windows has no name for the process as a whole
             copy = getattr(ctypes.CDLL(library), "cudaMemcpyAsync", None)
         if copy is not None:
-            copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+            # To, from, bytes, kind, stream. Without types, ctypes would cut addresses to 32 bits.
+            pointer = ctypes.c_void_p
+            copy.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_int, pointer]
             copy.restype = ctypes.c_int
             found: Callable[..., int] = copy
             return found

@@ -18,7 +18,8 @@ class Places:
     """
 
     def __init__(self, end: int | None = None, *, unit_bytes: int = 1) -> None:
-        self._most, self._unit = end, unit_bytes
+        self._most = end
+        self._unit = unit_bytes
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = []  # beginnings and ends, rising
         self._end = 0
@@ -52,6 +53,7 @@ class Places:
 
     def give_back(self, begin: int, size_bytes: int) -> None:
         """Give a range back."""
+        # Without the lock, which this thread may have (see above): a deque takes entries from any thread.
         self._given_back.append((begin, self._in_units(size_bytes)))
 
     def _in_units(self, size_bytes: int) -> int:

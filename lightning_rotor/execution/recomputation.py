@@ -49,7 +49,8 @@ class Recomputation:
     __slots__ = ("_again", "_asked", "_kinds", "_name", "_places")
 
     def __init__(self, name: str, again: Callable[[], object]) -> None:
-        self._name, self._again = name, again
+        self._name = name
+        self._again = again
         # Weakly: a place lives as long as the node of the graph that has it.
         self._places: list[ReferenceType[_Place]] = []
         self._kinds: list[_KindOfTensor] = []
@@ -106,7 +107,8 @@ class _Refill:
     """A second forward that fills the places of a recomputation; ``number`` is that of the next one."""
 
     def __init__(self, recomputation: Recomputation, backward: int | None) -> None:
-        self._of, self._backward = recomputation, backward
+        self._of = recomputation
+        self._backward = backward
         self.number = 0
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,10 @@ def recomputed(
     tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     before = private.stamps(tensors)
     if torch.is_grad_enabled():
-        timing = nullcontext if stopwatch is None else partial(stopwatch.timing, stopwatch.laps)
+        timing: Callable[[], AbstractContextManager[None]] = nullcontext
+        if stopwatch is not None:
+            # With the laps of this call: the stopwatch has those of the next one when this one's backward comes.
+            timing = partial(stopwatch.timing, stopwatch.laps)
         held = _Inputs(name, leaves, spec, before, spell_input)
         device = _device_of(tensors) if draws_random else None
         first_pass = FirstPass(state, device, known_draws)
@@ -61,6 +64,7 @@ def recomputed(
             output = function(*inputs)
         first_pass.tell_draws(partial(function, *inputs))
     else:
+        # The discarded pass of a segment around this one: nothing is saved, and nothing will be asked for.
         output = function(*inputs)
     if first_changed(before, tensors) is not None:
         raise ExecutionError(
@@ -100,17 +104,31 @@ class _Inputs:
     """
 
     def __init__(
-        self, name: str, leaves: list[Any], spec: TreeSpec, stamps: list[int], spell: Callable[[int, TreeSpec], str]
+        self,
+        name: str,
+        leaves: list[Any],
+        spec: TreeSpec,
+        stamps: list[int],
+        spell: Callable[[int, TreeSpec], str],
     ) -> None:
-        self._name, self._spec, self._stamps, self._spell = name, spec, stamps, spell
+        self._name = name
+        self._spec = spec
+        self._stamps = stamps
+        self._spell = spell
         self._hooks = private.hooks_for_saved_tensors()
-        self._tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._kinds = [(leaves[place].requires_grad, leaves[place].is_leaf) for place in self._tensors]
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
         self._anew = is_checkpointing() or is_recomputing()
         # None once they are given up.
         self._leaves: list[Any] | None = [*leaves]
-        self._makers = [leaves[place].grad_fn for place in self._tensors]
+        # Of the tensors among them: places, kinds and the nodes that made them.
+        self._tensors: list[int] = []
+        self._kinds: list[tuple[bool, bool]] = []
+        self._makers: list[Node | None] = []
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                self._tensors.append(place)
+                self._kinds.append((leaf.requires_grad, leaf.is_leaf))
+                self._makers.append(leaf.grad_fn)
         if self._hooks is not None:
             # They may move tensors to the host, say, so the originals must not be held here.
             pack, _ = self._hooks
@@ -126,6 +144,7 @@ class _Inputs:
                 "pass retain_graph=True to all but the last backward"
             )
         leaves = [*self._leaves]
+        # Ours give back what they were given, so what they have packed counts as held here.
         is_moved = self._hooks is not None and self._hooks[1] is unpack_moved
         is_held_here = (self._hooks is None or is_moved) and not self._anew
         if is_held_here and _are_needed_no_more(self._makers):
@@ -142,9 +161,12 @@ class _Inputs:
     def require_unchanged(self, leaves: Sequence[Any]) -> Any:
         """The inputs, from leaves that must be what they were."""
         tensors = [leaves[place] for place in self._tensors]
-        # Made anew, they have other memory, and the same number of changes.
-        before = self._stamps[: len(tensors)] if self._anew else self._stamps
-        number = first_changed(before, tensors, or_copies=self._hooks is not None and not self._anew)
+        before = self._stamps
+        if self._anew:
+            # They have other memory then, and the same number of changes.
+            before = before[: len(tensors)]
+        may_be_copies = self._hooks is not None and not self._anew
+        number = first_changed(before, tensors, or_copies=may_be_copies)
         if number is not None:
             raise changed_meanwhile(
                 self._spell(self._tensors[number], self._spec),

@@ -65,35 +65,45 @@ class SegmentState:
 
     def copied_bytes(self, block_bytes: int) -> int:
         """Bytes of copies of all that a forward may change, one block a type, see ``planned.out_of_memory``."""
-        sizes: dict[torch.dtype, int] = {}
+        # Scratch is as large as the statistic that it stands for.
         changing = [statistic.scratch for statistic in self.statistics]
         for module in self.remembered:
             changing += _buffers(module)
+        sizes: dict[torch.dtype, int] = {}
         for buffer in changing:
-            sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + buffer.nbytes
-        return sum(in_blocks(size, block_bytes) for size in sizes.values())
+            size_bytes = sizes.get(buffer.dtype, 0)
+            sizes[buffer.dtype] = size_bytes + buffer.nbytes
+        return sum(in_blocks(size_bytes, block_bytes) for size_bytes in sizes.values())
 
     def __add__(self, other: SegmentState) -> SegmentState:
         both: dict[str, Any] = {}
         for field in fields(self):
-            if field.name != "root":
-                entries = (*getattr(self, field.name), *getattr(other, field.name))
-                both[field.name] = tuple(dict.fromkeys(entries))
+            if field.name == "root":
+                continue
+            entries = [*getattr(self, field.name), *getattr(other, field.name)]
+            # Each once, in order: a module that two stages share is remembered once.
+            both[field.name] = tuple(dict.fromkeys(entries))
         # Buffers that only one stage reads may be updated by another.
         both["buffered"], both["direct_reads"] = _read_as_they_are(
-            both["remembered"], both["buffered"], both["direct_reads"]
+            both["remembered"],
+            both["buffered"],
+            both["direct_reads"],
         )
-        return SegmentState(**both, root=other.root if self.root is None else self.root)
+        both["root"] = other.root if self.root is None else self.root
+        return SegmentState(**both)
 
     def spell(self, table: dict[str, Any], name: str) -> str:
         """The name of a tensor in messages."""
         kind, owner = self._owner_of(table)
+        named_modules: Iterable[tuple[str, nn.Module]] = ()
+        prefix = ""
         if self.root is not None:
             root, prefix = self.root
-            for path, module in root.named_modules():
-                if module is owner:
-                    words = filter(None, (prefix, path, name))
-                    return f"{kind} {'.'.join(words)!r}"
+            named_modules = root.named_modules()
+        for path, module in named_modules:
+            if module is owner:
+                words = filter(None, (prefix, path, name))
+                return f"{kind} {'.'.join(words)!r}"
         # A module that the code reads without having it, or a stage that nobody has named.
         return f"{kind} {name!r} of {type(owner).__name__}"
 
@@ -122,7 +132,7 @@ def state_of(stage: Stage, updating: Iterable[nn.Module], scratch: dict[_OwnedNa
     for module in modules:
         is_stock = is_plain_stock(module)
         # A buffer may be None: normalization without running statistics.
-        if not any(buffer is not None for buffer in module._buffers.values()):
+        if not _buffers(module):
             continue
         if isinstance(module, NORMALIZATIONS) and is_stock:
             if module in read:
@@ -134,8 +144,10 @@ def state_of(stage: Stage, updating: Iterable[nn.Module], scratch: dict[_OwnedNa
             remembered.append(module)
         elif not is_stock:
             # Code of the user's may update buffers another time. Remembering small ones costs nothing.
-            is_large = _buffer_bytes(module) > SMALL_BYTES
-            (watched if is_large else remembered).append(module)
+            if _buffer_bytes(module) <= SMALL_BYTES:
+                remembered.append(module)
+            else:
+                watched.append(module)
     # FSDP gives its units other parameters around each forward, the same ones in a recomputation.
     exchanged: set[nn.Module] = set()
     for unit in units_in(stage.modules):
@@ -191,15 +203,19 @@ def _read_as_they_are(
     for owner, name in slots:
         if name not in owner._buffers or owner not in copied:
             read[owner, name] = None
-    return tuple(module for module in modules if module not in copied), tuple(read)
+    read_as_they_are = [module for module in modules if module not in copied]
+    return tuple(read_as_they_are), tuple(read)
 
 
 def _runs_other_code(module: nn.Module) -> bool:
     """True if code runs in a module that is neither torch's nor ours, more than a row of its members."""
     if private.has_forward_hooks(module):
         return True
-    is_row = isinstance(module, nn.Sequential) and runs_members_in_a_row(module) and "forward" not in module.__dict__
-    return has_own_code(module) and not is_row
+    if not has_own_code(module):
+        return False
+    # A subclass of nn.Sequential that adds nothing, unless somebody has replaced the forward of this one.
+    is_row = isinstance(module, nn.Sequential) and runs_members_in_a_row(module)
+    return not is_row or "forward" in module.__dict__
 
 
 def _buffer_bytes(module: nn.Module, block_bytes: int = 1) -> int:
@@ -209,4 +225,8 @@ def _buffer_bytes(module: nn.Module, block_bytes: int = 1) -> int:
 
 def _buffers(module: nn.Module) -> list[torch.Tensor]:
     """A module's own buffers, each once."""
-    return list({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None}.values())
+    buffers: dict[int, torch.Tensor] = {}
+    for buffer in module._buffers.values():
+        if buffer is not None:
+            buffers[id(buffer)] = buffer
+    return list(buffers.values())

@@ -30,7 +30,8 @@ class Settings:
     __slots__ = ("_autocast", "_device", "_values")
 
     def __init__(self) -> None:
-        self._values, self._autocast = settings(), _autocast()
+        self._values = settings()
+        self._autocast = _autocast()
         self._device = private.default_device()
 
     @property
@@ -41,7 +42,9 @@ class Settings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which they are set again. What the code in it sets is undone at the end."""
-        before, autocast = settings(), _autocast()
+        before = settings()
+        autocast = _autocast()
+        # What older names said, if they are changed.
         older = None
         device: AbstractContextManager[Any] = nullcontext()
         if self._device != private.default_device():
@@ -78,32 +81,30 @@ class LayerSettings:
         """Context in which they are set again, without the hooks that were registered since."""
         # Each with what it is put back to.
         changed: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        tables: list[dict[int, Any]] = []
         for now, then in zip(self._now, self._then, strict=True):
             if not _same(now, then):
                 changed.append((now, then, now.copy()))
             # Torch's layers had no hooks in the first pass, or they would not be among these.
-            hooks += map(_with_copy, map(now.__getitem__, private.HOOKS[:2]))
+            tables += map(now.__getitem__, private.HOOKS[:2])
         if not self._all_hooked:
-            hooks += map(_with_copy, private.hook_tables(None, private.HOOKS[:2]))
+            tables += private.hook_tables(None, private.HOOKS[:2])
+        entries = list(map(dict.copy, tables))
         try:
             for now, then, _ in changed:
                 _set_attributes(now, then)
-            for table, _ in hooks:
+            for table in tables:
                 table.clear()
             yield
         finally:
             for now, _, before in changed:
                 _set_attributes(now, before)
-            for table, entries in hooks:
-                table.update(entries)
-
-
-def _with_copy(table: dict[int, Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-    return table, table.copy()
+            for table, hooks in zip(tables, entries, strict=True):
+                table.update(hooks)
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
+    # By identity, in C: it is asked for each layer before each recomputation, and tensors compare entry by entry.
     return len(now) == len(then) and all(map(is_, now.values(), then.values()))
 
 
@@ -136,8 +137,10 @@ def _set_autocast(values: tuple[Any, ...]) -> None:
 def _change(values: tuple[Any, ...], older: list[Any] | None = None) -> list[Any]:
     """Set the process's settings, and ``older`` ones, by default as the new ones imply. Returns what these were."""
     told = [_told(read) for read, _, _ in _OLDER]
+    # First, as the older ones follow from them.
     _write(values)
     for (_, write, implied), value in zip(_OLDER, older or told, strict=True):
+        # What the older name could not say, it need not say again.
         if value is not None:
             write(value if older else implied())
     # Older names set several of the newer ones.

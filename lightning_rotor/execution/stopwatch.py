@@ -65,7 +65,8 @@ class Stopwatch:
         self.laps = laps
         if laps is None:
             return run(value)
-        times, sources = [self._clock.now()], _nodes_of(value)
+        times = [self._clock.now()]
+        sources = _nodes_of(value)
         output = run(value)
         times.append(self._clock.now())
         # From here on the times are: forward begins, forward ends, backward begins, backward ends.

@@ -37,15 +37,17 @@ def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_
     if now == before:
         return None
     count = len(tensors)
-    if or_copies:
-        # A copy is in other memory and begins to count anew. Only more changes of the same memory count.
-        for number in range(count):
+    for number in range(count):
+        if or_copies:
+            # A copy is in other memory and begins to count anew. Only more changes of the same memory count.
             same_memory = now[number + count] == before[number + count]
-            if same_memory and now[number] > before[number]:
-                return number
-        return None
-    differing = [place for place in range(len(now)) if now[place] != before[place]]
-    return min(place % count for place in differing)
+            has_changed = same_memory and now[number] > before[number]
+        else:
+            # The version, and the storage if that is known.
+            has_changed = now[number::count] != before[number::count]
+        if has_changed:
+            return number
+    return None
 
 
 class TensorsRead:
@@ -54,8 +56,13 @@ class TensorsRead:
     def __init__(self, slots: Iterable[Slot], spell: Callable[[dict[str, Any], str], str]) -> None:
         self.slots = list(slots)
         self._spell = spell
-        self._read = [slot for slot in self.slots if isinstance(slot[2], torch.Tensor)]
-        self._tensors = [tensor for _, _, tensor in self._read]
+        self._read: list[Slot] = []
+        self._tensors: list[torch.Tensor] = []
+        for slot in self.slots:
+            tensor = slot[2]
+            if isinstance(tensor, torch.Tensor):
+                self._read.append(slot)
+                self._tensors.append(tensor)
         self._stamps = private.stamps(self._tensors)
         self._learning = list(map(_requires_grad, self._tensors))
 
@@ -75,26 +82,37 @@ class TensorsRead:
         number = first_changed(self._stamps, self._tensors)
         if number is not None:
             table, name, _ = self._read[number]
-            remedy = "Step optimizers, average weights and update buffers behind it"
-            raise changed_meanwhile(self._spell(table, name), remedy)
+            raise changed_meanwhile(
+                self._spell(table, name),
+                "Step optimizers, average weights and update buffers behind it",
+            )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context in which those that were frozen, or set free, since the forward read them are what they were."""
         now = list(map(_requires_grad, self._tensors))
-        frozen = [] if now == self._learning else list(zip(self._tensors, now, self._learning, strict=True))
+        # One comparison in C says that nothing is to be done, as in nearly every step.
+        is_as_then = now == self._learning
         try:
-            for tensor, _, then in frozen:
-                tensor.requires_grad_(then)
+            if not is_as_then:
+                self._set_learning(self._learning)
             yield
         finally:
-            for tensor, after, _ in frozen:
-                tensor.requires_grad_(after)
+            if not is_as_then:
+                self._set_learning(now)
+
+    def _set_learning(self, learning: Iterable[bool]) -> None:
+        for tensor, learns in zip(self._tensors, learning, strict=True):
+            tensor.requires_grad_(learns)
 
     def standing_in(self, substitutes: Mapping[int, torch.Tensor]) -> TensorsRead:
         """Like :meth:`restored`, with others in the slots of some tensors, by the ``id`` of each."""
+        # The originals are still what must not change, so all else is shared.
         other = copy(self)
-        other.slots = [(table, name, substitutes.get(id(tensor), tensor)) for table, name, tensor in self.slots]
+        other.slots = []
+        for table, name, tensor in self.slots:
+            substitute = substitutes.get(id(tensor), tensor)
+            other.slots.append((table, name, substitute))
         return other
 
     def _changed_inside(self, table: dict[str, Any], name: str) -> ExecutionError:

@@ -253,9 +253,6 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max())
 
 
-# --------------------------------------------- Whether a plan can rely on a module's inverse and on its fused backward.
-
-
 def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
     """The objection to a module's inverse as it is now, or else to its fused backward; empty if there is none."""
     if any(map(is_fake, tensors_in(value))):

@@ -25,8 +25,6 @@ from lightning_rotor.stages.inverses import Invertible, require_invertible
 from lightning_rotor.stages.known_layers import DRAWING, has_own_call
 from lightning_rotor.stages.sequential import Stage
 
-# -------------------------------------------------------------------- Couplings.
-
 
 class _Coupling(nn.Module):
     """Two halves along a dimension. Each network changes one of them, by what it makes of the other one."""
@@ -306,9 +304,6 @@ class InvertibleConvolution(nn.Module):
                 stage=type(self).__name__,
             )
         return tensor.reshape(tensor.shape[0], self.channels, -1).to(self._dtype)
-
-
-# -------------------------------------------------------------------- Invertible modules in a row, and reversed ones.
 
 
 class InvertibleSequential(nn.Sequential):

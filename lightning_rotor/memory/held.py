@@ -35,7 +35,7 @@ def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) 
     """Bytes of a module's gradients once a backward has reached all its parameters; sparse ones may need less."""
     new_bytes = 0
     for parameter in _initialized(module.named_parameters()):
-        is_missing = parameter.requires_grad and parameter.grad is None
+        is_missing = parameter.requires_grad and _gradient_of(parameter) is None
         if is_missing and is_on(parameter.device, device):
             new_bytes += dense_bytes(parameter, _gradient_type(parameter))
     return existing_gradient_bytes(module, device) + new_bytes
@@ -137,7 +137,15 @@ def _initialized(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Te
 
 def _gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients that parameters have now."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = map(_gradient_of, parameters)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that a parameter has now."""
+    # While ``torch.func.functional_call`` runs, weights may have been computed: torch warns where their gradients are
+    # asked for, which they never get.
+    return parameter.grad if parameter.is_leaf else None
 
 
 def _gradient_type(parameter: torch.Tensor) -> torch.dtype:

@@ -34,7 +34,11 @@ def balance_by_time(module: nn.Module | Chain, sample: Any = None, *, partitions
 
 
 def balance_by_size(
-    module: nn.Module | Chain, sample: Any = None, *, partitions: int, param_scale: float = 2.0
+    module: nn.Module | Chain,
+    sample: Any = None,
+    *,
+    partitions: int,
+    param_scale: float = 2.0,
 ) -> list[int]:
     """Balance a module by the memory that its stages take: what plain training saves, and parameters.
 

@@ -29,7 +29,13 @@ class DeviceLevels:
         micro_batches: Their number.
     """
 
-    def __init__(self, order: Integers, lingering: Integers | None = None, *, micro_batches: int) -> None:
+    def __init__(
+        self,
+        order: Integers,
+        lingering: Integers | None = None,
+        *,
+        micro_batches: int,
+    ) -> None:
         stages, stage = np.unique(order[:, 0], return_inverse=True)
         self.stages: list[int] = stages.tolist()
         count, rows = len(order), np.arange(len(order))

@@ -29,6 +29,7 @@ def _middle_ratio(seconds: Sequence[float], first: Sequence[float]) -> float:
     """
     weighted_ratios = []
     for own, other in zip(seconds, first, strict=True):
+        # Stages that take no time say nothing of a device.
         if own > 0 and other > 0:
             weighted_ratios.append((own / other, other))
     if not weighted_ratios:

@@ -107,6 +107,7 @@ class Layout:
         """Uninitialized gradients; None where there is none."""
         gradients: list[torch.Tensor | None] = []
         for meta in self.metas:
+            # The sender sends none either, and a message that nobody sends is waited for without an end.
             gradients.append(meta.buffer(device) if meta.requires_grad else None)
         return tuple(gradients)
 

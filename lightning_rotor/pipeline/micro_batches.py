@@ -16,6 +16,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 def rows_in(batch: Any) -> int:
     """Number of samples in a batch: the size of dimension 0 of its tensors."""
+    # A scalar belongs to no sample: it goes into each micro-batch.
     sizes = list(dict.fromkeys(tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()))
     if len(sizes) == 1 and sizes[0] > 0:
         return sizes[0]
@@ -47,6 +48,7 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     parts = []
     for end, size in zip(ends, sizes, strict=True):
         part = []
+        # What has no row for each sample, such as a table or a number, is the whole batch's.
         for leaf in leaves:
             part.append(leaf[end - size : end] if _has_rows(leaf, ends[-1]) else leaf)
         parts.append(tree_unflatten(part, spec))

@@ -27,7 +27,8 @@ from lightning_rotor.execution.segment_state import SegmentState
 from lightning_rotor.pipeline.batch_statistics import BatchStatistics
 from lightning_rotor.pipeline.layouts import Layout, Tensors
 from lightning_rotor.pipeline.micro_batch_seeds import mixed, with_seeds
-from lightning_rotor.pipeline.partition.in_flight import END, StagePlan
+from lightning_rotor.pipeline.partition.in_flight import StagePlan
+from lightning_rotor.pipeline.partition.sub_chains import END
 from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.sequential import Stage, wiring_of
 from lightning_rotor.stages.wiring import Wire, Wiring, packed, unpacked

@@ -44,7 +44,15 @@ class PausedCall:
         context: The settings under which the code called the pipeline; those of its start before.
     """
 
-    def __init__(self, run: Callable[[], Any], place: int, device: torch.device, *, seed: int, what: str) -> None:
+    def __init__(
+        self,
+        run: Callable[[], Any],
+        place: int,
+        device: torch.device,
+        *,
+        seed: int,
+        what: str,
+    ) -> None:
         self.place = place
         self._run, self._device, self._what = run, device, what
         with seeded(mixed(mixed(seed, place), OUTSIDE), host=False):

@@ -117,7 +117,12 @@ def unknown_schedule(schedule: object) -> PipelineError:
     return PipelineError(f"schedule is {schedule!r}: expected one of {names}")
 
 
-def check_numbers(schedule: PipelineScheduleName, devices: int, micro_batches: int, stages_per_device: int) -> None:
+def check_numbers(
+    schedule: PipelineScheduleName,
+    devices: int,
+    micro_batches: int,
+    stages_per_device: int,
+) -> None:
     """Raise a :class:`PipelineError` that says what would work if a schedule cannot run."""
     if schedule not in SCHEDULES:
         raise unknown_schedule(schedule)
@@ -155,7 +160,13 @@ def most_in_flight(order: Integers) -> dict[int, int]:
     return most
 
 
-def lingering(schedule: PipelineScheduleName, order: Integers, *, stages: int, outputs_linger: bool) -> Integers:
+def lingering(
+    schedule: PipelineScheduleName,
+    order: Integers,
+    *,
+    stages: int,
+    outputs_linger: bool,
+) -> Integers:
     """By action of a device, the last action during which torch's loop still holds its result, sent or for all.
 
     torch's loops keep the operations of a send in local variables, and an operation keeps its tensor.

@@ -96,6 +96,7 @@ def simulate_pipeline(
         # Without a schedule of torch in mind, nothing lingers.
         own_lingering = lingering[device] if lingering else None
         memory = DeviceLevels(own_order, own_lingering, micro_batches=micro_batches)
+        # Apart from the events: results come behind the last of them.
         peaks.append(memory.peak_bytes(loads, results_bytes))
         peak_bytes, after_bytes = memory.levels(loads)
         starts, ends = times[:, device].tolist()
@@ -105,6 +106,7 @@ def simulate_pipeline(
             recompute_seconds = 0.0
             if action.work == "backward":
                 is_last = action.micro_batch == micro_batches - 1
+                # A part of the backward's own seconds, since autograd starts the recomputation.
                 recompute_seconds = loads[action.stage].both[is_last].recompute_seconds
             event = PipelineEvent(device, action, start, end, recompute_seconds, peak, after)
             events.append(event)

@@ -63,6 +63,7 @@ def pipelined(
         )
     training = cut_for_rows(module, *call)
     if isinstance(training, GraphCut):
+        # Now, while this process has all layers: later none can run the whole module to compare with.
         require_same(module, training, *call)
     profile = profile_chain(training.stages, training.bind(*call))
     # With its measurements: each process has measured others.
@@ -92,6 +93,7 @@ def pipelined(
         cut = _evaluation_cut(module, call)
         runs = _runs_in_evaluation(cut.stages, profile, plan, placement)
         parts = [Part(number, cut.stages, runs[number]) for number in own_numbers]
+        # With parts of its own, for evaluation runs under no plan.
         evaluation = PipelineRunner(module, cut, parts, plan, processes)
     _log.info("%s: %s", type(module).__name__, plan.summary())
     # Now, before weights are given up: an error then leaves the module as it was.
@@ -99,7 +101,13 @@ def pipelined(
     return PipelinedModule(model, module, placement, runner, evaluation)
 
 
-def _training_part(number: int, profile: Profile, chain: Chain, plan: Partition, options: PipelineOptions) -> Part:
+def _training_part(
+    number: int,
+    profile: Profile,
+    chain: Chain,
+    plan: Partition,
+    options: PipelineOptions,
+) -> Part:
     """A pipeline stage's part in training, under the plans of the partition."""
     choice = plan.choices[number]
     plans = [plan.plan(number, last_micro_batch=False)]
@@ -184,6 +192,7 @@ def _partition(
         if memory_bytes is not None:
             memory_bytes = min(told_by_all(memory_bytes, processes.replicas))
     speeds = speeds_beside_first(told_by_all(own_seconds, processes.group))
+    # Each process knows its own limit, and only the first one searches.
     memories = told_by_all(memory_bytes, processes.group)
     devices = []
     for memory, speed in zip(memories, speeds, strict=True):
@@ -221,7 +230,10 @@ def _evaluation_cut(module: nn.Module, call: Call) -> Cut:
 
 
 def _runs_in_evaluation(
-    stages: Sequence[Stage], profile: Profile, plan: Partition, placement: Placement
+    stages: Sequence[Stage],
+    profile: Profile,
+    plan: Partition,
+    placement: Placement,
 ) -> list[tuple[int, int]]:
     """Evaluation's first and last stage by pipeline stage.
 
@@ -232,6 +244,7 @@ def _runs_in_evaluation(
     number_in_training = {}
     for number, choice in enumerate(plan.choices):
         for stage in profile.stages[choice.first : choice.last + 1]:
+            # By name: evaluation has other stages, cut from another recording.
             number_in_training[stage.name] = number
 
     parts = len(plan.choices)

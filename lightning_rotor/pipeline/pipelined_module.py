@@ -29,6 +29,7 @@ class PipelinedModule:
     """
 
     active = True
+    compiled = None
     caller = "training_step"
 
     def __init__(
@@ -88,7 +89,12 @@ class PipelinedModule:
         return join(outputs, sizes)
 
     def train(
-        self, run: Callable[..., Any], batch: Any, *, number: int, scale: float = 1.0
+        self,
+        run: Callable[..., Any],
+        batch: Any,
+        *,
+        number: int,
+        scale: float = 1.0,
     ) -> tuple[list[Any], torch.Tensor]:
         """Results by micro-batch and the batch's loss; gradients of the scaled loss are added to existing ones.
 

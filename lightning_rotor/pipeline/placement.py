@@ -41,7 +41,12 @@ class _Slot(NamedTuple):
 class Placement:
     """Which process of a pipeline has which tensors of a model; a PipelineError if a parameter is in two places."""
 
-    def __init__(self, model: nn.Module, stages: Sequence[Sequence[Stage]], processes: PipelineProcesses) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[Sequence[Stage]],
+        processes: PipelineProcesses,
+    ) -> None:
         self._device, self._group = processes.device, processes.group
         self._rank, self._size = processes.rank, processes.size
         self._stage_of = _stages_of_tensors(model, stages)
@@ -133,7 +138,11 @@ class Placement:
         in_order = {number: entries[number] for number in sorted(entries)}
         return {**state, "state": in_order}
 
-    def own_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    def own_optimizer_state(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+    ) -> dict[str, Any]:
         """The part of a whole optimizer state that belongs here."""
         numbers: list[int] = []
         for group in state["param_groups"]:
@@ -246,11 +255,9 @@ def _require_none_outside(model: nn.Module, stage_of: Mapping[int, int], inside:
             )
 
 
-# ------------------------------------------------------------------------ bytes
-
-
 def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers of the model that are not the module's."""
+    # By identity, as tied parameters have several names.
     inside = {id(tensor) for tensor in _tensors(module)}
     return [tensor for tensor in _tensors(model) if id(tensor) not in inside]
 

@@ -108,7 +108,12 @@ class PipelineRunner:
         return inputs
 
     def run(
-        self, inputs: Inputs, loss: Loss | None, *, seed: int, context: Settings | None = None
+        self,
+        inputs: Inputs,
+        loss: Loss | None,
+        *,
+        seed: int,
+        context: Settings | None = None,
     ) -> tuple[tuple[Any, ...], tuple[Gradients, ...]]:
         """Run forward and backward of all micro-batches or, without a loss, forwards without gradients.
 
@@ -162,7 +167,12 @@ class PipelineRunner:
         parameters = [table[name] for table, name in self._parameter_slots]
         return tuple(parameter.requires_grad for parameter in parameters if parameter is not None)
 
-    def _scouted(self, layout: Layout, tensors: Sequence[torch.Tensor], context: Settings) -> list[Layout]:
+    def _scouted(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        context: Settings,
+    ) -> list[Layout]:
         """Layouts seen by running one micro-batch through all stages, without leaving a trace."""
         layouts: list[Layout] = []
         for number in range(self._stages):
@@ -178,7 +188,11 @@ class PipelineRunner:
         return layouts
 
     def _looked_at(
-        self, number: int, layout: Layout, tensors: Sequence[torch.Tensor], settings: Settings
+        self,
+        number: int,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        settings: Settings,
     ) -> tuple[Layout | PipelineError, list[torch.Tensor]]:
         """The layout of what a stage makes, and the tensors; or what is wrong with it, for all processes to hear."""
         part = self._parts[number]
@@ -258,7 +272,11 @@ class PipelineRunner:
             outputs.append(packed(layout.values(shared)))
         return tuple(outputs)
 
-    def _shared_input_gradients(self, step: Step, stages: Sequence[MicroBatchStage]) -> tuple[Gradients, ...]:
+    def _shared_input_gradients(
+        self,
+        step: Step,
+        stages: Sequence[MicroBatchStage],
+    ) -> tuple[Gradients, ...]:
         """By micro-batch, gradients of the chain's inputs, on every process."""
         shared = []
         for number, layouts in enumerate(step.layouts):
@@ -282,7 +300,12 @@ def _parameter_tables(module: nn.Module) -> list[dict[str, Any]]:
     return [submodule._parameters for submodule in module.modules()]
 
 
-def _torch_schedule(name: PipelineScheduleName, stages: list[Any], micro_batches: int, loss: Any) -> Any:
+def _torch_schedule(
+    name: PipelineScheduleName,
+    stages: list[Any],
+    micro_batches: int,
+    loss: Any,
+) -> Any:
     """A schedule of torch; GPipe's for a small last batch or a forward alone."""
     # torch would divide gradients by the number of micro-batches. Losses are weighted by rows before, since a small
     # last micro-batch counts less.

@@ -64,6 +64,7 @@ Loads: TypeAlias = Sequence[PipelineStageLoad] | Mapping[int, PipelineStageLoad]
 
 def seconds_of(load: PipelineStageLoad) -> tuple[float, ...]:
     """Seconds of the forward of a usual micro-batch, of the last one, and of its message; then of the backward."""
+    # Six numbers in a row, so that a simulator of many cuts reads loads into one array.
     usual, last = load.both
     forward = usual.forward_seconds, last.forward_seconds, load.send_forward_seconds
     backward = usual.backward_seconds, last.backward_seconds, load.send_backward_seconds

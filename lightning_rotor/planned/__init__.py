@@ -25,7 +25,9 @@ The way of a step, which answers it:
 - ``limit``: the budget of a chain, and the errors where no plan keeps the limit.
 - ``step_watch``: peaks of measured steps; ``corrections``: what they teach, such as the bytes of the loss.
   ``kept_sizes``: the sizes that need not be measured any more.
-- ``joint_plans``: one plan for calls that are alive together.
+- ``joint_plans``: one plan for calls that are alive together. ``joint_paths`` are such calls, ``path_plans`` the plan
+  of one path, ``around_calls`` the bytes that steps have taken around its calls. ``plans_with_room`` lends plans to
+  calls that come in another step, and ``later_calls`` says what may come behind them.
 
 Around both: ``loop`` is the training loop as plans see it, ``agreement`` that of processes that exchange messages,
 ``batch_sizes`` the advice on the best batch size.

@@ -14,15 +14,26 @@ from typing import Any, Protocol
 from torch import nn
 
 from lightning_rotor.errors import ModelError
-from lightning_rotor.private.torch_names import compiled_method_of, is_captured
+from lightning_rotor.private.torch_names import (
+    CompiledCall,
+    compiled_method_of,
+    is_captured,
+    is_compiler_wrapper,
+    module_inside,
+)
 
-# Keys of a module's ``__dict__``: what runs in the place of its forward, and the user's compiled forward meanwhile.
+# Keys of a module's ``__dict__``: what runs in the place of its forward; and the user's compiled code that it has
+# pushed aside, by the key under which that stood.
 _KEY = "_lightning_rotor"
 _COMPILED = "_lightning_rotor_compiled"
 
 
 class ForwardInPlace(Protocol):
     """A stand-in for a module's ``forward``. A copy of it, in a copied module, runs the module plainly."""
+
+    @property
+    def compiled(self) -> CompiledCall | None:
+        """What the user compiled as a whole and this stands in for; None if it stands in for the code inside."""
 
     @property
     def active(self) -> bool:
@@ -43,11 +54,18 @@ def _in_place_of(original: Callable[..., Any]) -> Callable[..., Any]:
         # torch.export, torch.jit and ONNX take the computation down for another runtime, and want the module as the
         # user wrote it.
         if is_captured():
-            return type(self).forward(self, *args, **kwargs)
+            return plain_forward(self)(*args, **kwargs)
         return self.__dict__[_KEY](self, args, kwargs)
 
     forward.__name__ = "forward"
     return forward
+
+
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that the user wrote for a module; the call of what is inside of what the compiler returned."""
+    if is_compiler_wrapper(module):
+        return module_inside(module).__call__
+    return MethodType(type(module).forward, module)
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
@@ -58,30 +76,33 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     is_replaced = "forward" in module.__dict__
     # The forward of a copy may stay, and is replaced again.
     is_ours = _KEY in module.__dict__ and not is_attached(module)
+    slot = "forward"
     compiled = None if is_attached(module) else compiled_method_of(module, "forward")
-    if compiled is not None:
-        module.__dict__[_COMPILED] = compiled
-    elif is_replaced and not is_ours:
+    if planned.compiled is not None:
+        slot, compiled = planned.compiled.slot, module.__dict__.get(planned.compiled.slot)
+    if compiled is None and is_replaced and not is_ours:
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
             "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "
             "of its submodules"
         )
     # In this order: an interrupt in between leaves a module that runs its own forward.
+    module.__dict__[_COMPILED] = {} if compiled is None else {slot: compiled}
     module.__dict__[_KEY] = planned
-    module.__dict__["forward"] = MethodType(_in_place_of(type(module).forward), module)
+    written = module_inside(module) if is_compiler_wrapper(module) else module
+    module.__dict__[slot] = MethodType(_in_place_of(type(written).forward), module)
 
 
 def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
     """Undo :func:`attach`, of ``planned`` if given. Does nothing if it was undone before."""
     attached = module.__dict__.get(_KEY)
     if attached is not None and planned in (None, attached):
-        module.__dict__.pop("forward", None)
-        compiled = module.__dict__.pop(_COMPILED, None)
-        if compiled is not None:
-            module.__dict__["forward"] = compiled
+        slot = "forward" if attached.compiled is None else attached.compiled.slot
+        module.__dict__.pop(slot, None)
+        module.__dict__.update(module.__dict__.get(_COMPILED, {}))
         # Last, so that it can be done again after an interrupt in between.
         del module.__dict__[_KEY]
+        module.__dict__.pop(_COMPILED, None)
 
 
 def is_attached(module: nn.Module) -> bool:
@@ -94,13 +115,14 @@ class PlainForward:
     """Stands in a copied module (an averaged model, a pickled checkpoint), and runs the copy plainly."""
 
     active = False
+    compiled = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of the module."""
-        return type(module).forward(module, *args, **kwargs)
+        return plain_forward(module)(*args, **kwargs)
 
 
 def inactive() -> PlainForward:

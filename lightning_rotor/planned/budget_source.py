@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import ReferenceType
 
-from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.errors import BudgetError, ModelError, ProfilerBusyError, RotorError
 from lightning_rotor.execution.pending import Pending
 from lightning_rotor.memory.budget import Budget
@@ -37,7 +36,7 @@ class ModuleCut:
     """A module was cut into stages. A ``ModelError`` of the listener's leaves it unplanned, as ``NoChain`` does."""
 
     name: str
-    cut: SequentialCut | GraphCut
+    cut: Cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +97,14 @@ class BudgetSource:
     Attributes:
         ranks: The processes that agree on plans; each source has its own.
         accumulates: Budgets may be for steps that add to gradients which are there.
+        takes_apart: What was compiled as a whole, and cannot be planned inside, may be planned uncompiled.
     """
 
     # A plan may be made by several processes together. Sources share no agreement, or two trainings in one program
     # would wait for each other's answers.
     ranks: Agreement
     accumulates = True
+    takes_apart = False
 
     @property
     def waiting(self) -> tuple[Prepared, ...]:
@@ -137,7 +138,7 @@ class BudgetSource:
             raise event.error
 
 
-def objection(source: BudgetSource, name: str, cut: SequentialCut | GraphCut) -> ModelError | None:
+def objection(source: BudgetSource, name: str, cut: Cut) -> ModelError | None:
     """Why a new cut should not be planned; None if it should."""
     try:
         source.hear(ModuleCut(name, cut))

@@ -6,23 +6,30 @@ first steps are measured, a few later ones, and each with a larger batch than al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_rotor.capture.compiled import taken_apart
+from lightning_rotor.capture.compiled import objection_to_planning_inside, taken_apart
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target
-from lightning_rotor.private.torch_names import INNER, has_compiled_method, is_compiled
+from lightning_rotor.private.torch_names import (
+    INNER,
+    compiled_call_of,
+    has_compiled_method,
+    is_compiled,
+    settings_told_by,
+)
 
 PRESSED = "pressed"
 """Key of what is saved of a training that ran out of memory as it was compiled."""
 
 
-def compiled_around(loop: TrainingLoop, target: Target) -> str | None:
+def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str, str] | None = None) -> str | None:
     """A message that a plan for a target takes apart what the user compiled; None if that is not so.
 
-    Blocks that were compiled inside of a target stay compiled under a plan.
+    Blocks that were compiled inside of a target stay compiled under a plan. ``not_inside`` has the reasons why modules
+    of these names cannot be planned inside of their graph.
     """
     model = loop.model
     if loop.is_compiled:
@@ -34,7 +41,35 @@ def compiled_around(loop: TrainingLoop, target: Target) -> str | None:
         name = ".".join(parts[:length])
         module = model.get_submodule(name)
         if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
-            return taken_apart(repr(name) if name else "the model")
+            outer = name.removesuffix(INNER).removesuffix(".")
+            call = compiled_call_of(model.get_submodule(outer))
+            objection = "" if call is None else objection_to_planning_inside(settings_told_by(call))
+            reasons = not_inside or {}
+            reason = reasons.get(name) or reasons.get(outer) or objection
+            return taken_apart(repr(name) if name else "the model", reason=reason)
+    return None
+
+
+def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
+    """The outermost module around a target, or the target, that was compiled as a whole; None if there is none.
+
+    Its graph may be planned inside. Code around the modules that was compiled with them is no module, so it has none.
+    """
+    model = loop.model
+    if loop.processes > 1 or loop.is_compiled or has_compiled_method(model, "training_step"):
+        return None
+    parts = target.name.split(".") if target.name else []
+    for length in range(len(parts) + 1):
+        name = ".".join(parts[:length])
+        module = model.get_submodule(name)
+        call = compiled_call_of(module)
+        if call is None:
+            continue
+        if objection_to_planning_inside(settings_told_by(call)):
+            return None
+        is_same = name == target.name or f"{name}.{INNER}".lstrip(".") == target.name
+        unused_outputs = target.unused_outputs if is_same else frozenset[int]()
+        return Target(name, module, target.reason, unused_outputs=unused_outputs)
     return None
 
 

@@ -59,11 +59,12 @@ class Corrections:
 
     def to_plain(self) -> dict[str, list[int]]:
         """For each chain, by its fingerprint, its size and its correction; in bytes."""
-        return {
-            name: [search.chain_bytes, search.correction_bytes]
-            for name, search in self._searches.items()
-            if search.is_measured
-        }
+        plain = {}
+        for name, search in self._searches.items():
+            # A search that no step has answered says nothing to a later training.
+            if search.is_measured:
+                plain[name] = [search.chain_bytes, search.correction_bytes]
+        return plain
 
     def recall(self, corrections: Mapping[str, Sequence[int]]) -> None:
         """Take over the corrections of an earlier training."""
@@ -81,8 +82,13 @@ class Corrections:
         size_bytes = _size_of(chain)
         # What a chain takes over from others is not noted as its own. It would be scaled up once more for each larger
         # chain that follows a smaller one, without an end.
-        others = [search for search in self._searches.values() if search.is_measured]
-        scaled = [int(each.correction_bytes * max(1, size_bytes / each.chain_bytes)) for each in others]
+        scaled = []
+        for search in self._searches.values():
+            if search.is_measured:
+                # Not less for a smaller chain: a part of what is outside does not depend on sizes.
+                growth = max(1, size_bytes / search.chain_bytes)
+                scaled.append(int(search.correction_bytes * growth))
+        # The largest, as the next step then shows that it may have more. One that exceeds the limit cannot be undone.
         return max(scaled, default=0)
 
     def search_for(self, chain: Chain) -> BudgetSearch:
@@ -106,6 +112,7 @@ class Corrections:
     def teaches_nothing(self, plan: Plan, peak_bytes: int) -> bool:
         """True if a step under the same plan has taken as much, so that this one says no more."""
         measured = self._measured.get(plan.chain.fingerprint)
+        # Under another plan, even for the same chain, the peak is another one's.
         return measured is not None and measured.plan is plan and peak_bytes <= measured.peak_bytes
 
     def foresight_for(self, chain: Chain) -> Foresight | None:
@@ -132,7 +139,9 @@ class Corrections:
         trial = Trial(plan.budget_bytes, plan.peak_bytes, measured.peak_bytes)
         budget_bytes = search.next_budget(trial, limit_bytes)
         if budget_bytes and measured.foresight() is not None:
+            # A simulation says what a step under another plan would show, so that few steps are spent on trying.
             foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
+            # Below the limit a plan is replaced by a larger one only.
             may_use = exceeds or foreseen_bytes > plan.budget_bytes
             budget_bytes = foreseen_bytes if may_use else None
         if exceeds:
@@ -159,6 +168,7 @@ def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int
         excess_bytes = measured.peak_under(candidate) - limit_bytes
         if excess_bytes <= 0:
             return budget_bytes
+        # From the plan's own peak: it may be far below its budget.
         budget_bytes = candidate.peak_bytes - excess_bytes
     return 0
 

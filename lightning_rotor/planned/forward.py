@@ -22,14 +22,14 @@ from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import ModelError, ProfilerBusyError, ProfilingError, SampleError, ShortageError
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.execution.pending import await_backward
-from lightning_rotor.planned.attachment import inactive
+from lightning_rotor.planned.attachment import inactive, is_attached, plain_forward
 from lightning_rotor.planned.budget_source import BudgetSource, CallBegins, CallRan, NoChain, ProfilerBusy, objection
 from lightning_rotor.planned.key_value_caches import KeyValueCaches
 from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
 from lightning_rotor.planned.out_of_memory import BeforeForward, CopiedBuffers, is_shortage, shortage_message
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.private.torch_names import is_transformed, outside_of_graphs, shares_weights
+from lightning_rotor.private.torch_names import CompiledCall, is_transformed, outside_of_graphs, shares_weights
 from lightning_rotor.private.values import call_with, check_sample
 from lightning_rotor.profiling import Profile
 from lightning_rotor.units import format_bytes
@@ -62,12 +62,23 @@ class PlannedForward:
     recomputes nothing, if that has room for what its code holds longer than stages would. If the device runs out of
     memory, the forward runs again under a smaller plan, to the same bits. A module that can be no chain raises
     ``ModelError``. A copy of the module (an averaged model, a pickled checkpoint) runs its own weights plainly.
+
+    With ``compiled``, it stands in the place of what the user compiled as a whole, and that is what runs plainly.
     """
 
     active = True
 
-    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
-        self.plans = ModulePlans(module, source, settings, name)
+    def __init__(
+        self,
+        module: nn.Module,
+        source: BudgetSource,
+        settings: PlanSettings,
+        name: str = "",
+        *,
+        compiled: CompiledCall | None = None,
+    ) -> None:
+        self.plans = ModulePlans(module, source, settings, name, compiled=compiled)
+        self.compiled = compiled
         self._module, self._source = module, source
         self._buffers = CopiedBuffers()
         self.caches = KeyValueCaches(module)
@@ -83,7 +94,8 @@ class PlannedForward:
         Raises ``ModelError`` (no chain), ``SampleError`` (no tensor), ``BudgetError`` (no schedule fits) or
         ``ShortageError`` (the device has no memory left, whatever the plan).
         """
-        plainly = partial(type(module).forward, module, *args, **kwargs)
+        run = plain_forward(module) if self.compiled is None else self.compiled.run
+        plainly = partial(run, *args, **kwargs)
         if not self._plans_for(module, args, kwargs):
             return plainly()
         with self.caches.off():
@@ -91,6 +103,9 @@ class PlannedForward:
                 self._roomy_call(args, kwargs) or self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
             )
             if call is None:
+                # What was compiled is taken apart from now on, so its own code is planned in its place.
+                if self.compiled is not None and self.compiled.slot == "forward" and is_attached(module):
+                    return module.forward(*args, **kwargs)
                 return plainly()
             source = self._source
             source.hear(CallBegins(call.value))

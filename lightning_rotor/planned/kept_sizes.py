@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning.size_bounds import Shapes, is_within
 from lightning_rotor.schedule import Schedule
@@ -30,7 +31,11 @@ class KeptSizes:
             return
         size = _size(signature, batch_bytes)
         sizes = self._sizes.setdefault((signature.family, schedule), [])
-        sizes[:] = [*(other for other in sizes if not is_within(other, size)), size][-_MOST_SIZES:]
+        # What the new one covers is told by it from now on.
+        largest = [other for other in sizes if not is_within(other, size)]
+        largest.append(size)
+        # Whatever is forgotten is measured once more, so the oldest may go.
+        sizes[:] = largest[-_MOST_SIZES:]
 
     def forget(self, signature: Signature, schedule: Schedule) -> None:
         """A step with such a call has exceeded the limit under the schedule: its sizes do not tell what it takes."""
@@ -44,5 +49,10 @@ class KeptSizes:
 
 
 def _size(signature: Signature, batch_bytes: int) -> Shapes:
-    """Sizes of a call's tensors, and of the batch, which may have more than goes into the call."""
-    return (*signature.shapes, (batch_bytes,))
+    """Sizes of a call's tensors, and of the batch, which may have more than goes into the call.
+
+    With what its recording has taken: a size that code reads from values is in no shape, and has its own recording.
+    """
+    cut = signature.cut
+    recorded_bytes = sum(cut.recording.bytes_by_operation) if isinstance(cut, GraphCut) else 0
+    return (*signature.shapes, (batch_bytes, recorded_bytes))

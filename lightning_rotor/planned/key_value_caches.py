@@ -63,6 +63,7 @@ class ForwardWithoutCaches:
     """Runs a module whose parts are planned, and which would ask them for caches that nobody reads in training."""
 
     active = False  # a plan for the module, or for what is inside of it, is not in its way
+    compiled = None
 
     def __init__(self, caches: KeyValueCaches) -> None:
         self._caches = caches

@@ -10,14 +10,15 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_rotor.capture.compiled_call import CompiledCut
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.module_facts import ModuleFacts
-from lightning_rotor.capture.sequentialize import WAYS, SequentialCut, sequentialize
+from lightning_rotor.capture.sequentialize import WAYS, Cut, sequentialize
 from lightning_rotor.capture.watch import Watch
 from lightning_rotor.errors import ModelError, RotorWarning
 from lightning_rotor.planned.signature import Modes, Signature, modes_of
 from lightning_rotor.private.sharding import unrecorded
-from lightning_rotor.private.torch_names import shares_weights
+from lightning_rotor.private.torch_names import CompiledCall, shares_weights
 from lightning_rotor.private.values import require_tensors
 from lightning_rotor.profiling.ranks import ALONE, Ranks
 from lightning_rotor.profiling.same_results import require_same
@@ -39,6 +40,7 @@ class KnownCuts:
         on_cut: Called before cutting runs the module.
         ranks: Processes that exchange messages. Where they are together, cutting runs the module equally often on all,
             whatever cuts they know.
+        compiled: What the user compiled as a whole, if that is to stay.
     Attributes:
         made: Number of times that the module was cut.
         facts: Facts of the module as they were at the last call.
@@ -51,6 +53,7 @@ class KnownCuts:
         most: int,
         on_cut: Callable[[], None] = lambda: None,
         ranks: Ranks = ALONE,
+        compiled: CompiledCall | None = None,
     ) -> None:
         self.made = 0
         self.facts: ModuleFacts | None = None
@@ -58,8 +61,9 @@ class KnownCuts:
         self._most = most
         self._on_cut = on_cut
         self._ranks = ranks
+        self._compiled = compiled
         # Those used last are at the end.
-        self._cuts: list[SequentialCut | GraphCut] = []
+        self._cuts: list[Cut] = []
         self._recorded = 0  # times
         # Submodules as they were, and which of them are torch's own without hooks.
         self._submodules: tuple[nn.Module, ...] | None = None
@@ -68,7 +72,7 @@ class KnownCuts:
         self._besides: tuple[Watch, ModuleFacts] | None = None
         self._modes: Modes | None = None
 
-    def __contains__(self, cut: SequentialCut | GraphCut) -> bool:
+    def __contains__(self, cut: Cut) -> bool:
         return cut in self._cuts
 
     def forget(self) -> None:
@@ -96,7 +100,7 @@ class KnownCuts:
         self.forget()
         return True
 
-    def facts_besides(self, cut: SequentialCut | GraphCut) -> ModuleFacts | None:
+    def facts_besides(self, cut: Cut) -> ModuleFacts | None:
         """Facts that must be as at the last call, besides those that a cut looks at itself."""
         if not isinstance(cut, GraphCut) or self.facts is None:
             return self.facts
@@ -109,7 +113,7 @@ class KnownCuts:
         self,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> Iterator[tuple[SequentialCut | GraphCut, Any]]:
+    ) -> Iterator[tuple[Cut, Any]]:
         """Cuts that hold for a call, with their input; those used last come first."""
         for cut in reversed(self._cuts):
             value = cut.bind(args, kwargs)
@@ -126,7 +130,7 @@ class KnownCuts:
         self,
         args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> tuple[SequentialCut | GraphCut, Any]:
+    ) -> tuple[Cut, Any]:
         """The stages for a call and their input; the module is cut now if it must be.
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
@@ -149,7 +153,7 @@ class KnownCuts:
         # Generators that other threads draw from, and the module does not. Telling runs the module once more, which
         # processes that exchange messages must do equally often; so there it is left out.
         others = frozenset[str]()
-        if not self._ranks.together:
+        if not self._ranks.together and self._compiled is None:
             others = undrawn(self._module, args, kwargs)
         with self._ranks.watching(), unrecorded(self._module), leaving_alone(others):
             cut = self._cut(args, kwargs)
@@ -172,8 +176,10 @@ class KnownCuts:
             )
         return cut, value
 
-    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> SequentialCut | GraphCut:
+    def _cut(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Cut:
         """A cut that does what the module does."""
+        if self._compiled is not None:
+            return CompiledCut(self._module, self._compiled, args, kwargs)
         together = self._ranks.together
         if not together:
             # Processes that exchange messages in the forward must run it equally often, and names in their batches
@@ -193,7 +199,7 @@ class KnownCuts:
             return self._cut(args, kwargs)
         return cut
 
-    def signature(self, cut: SequentialCut | GraphCut, value: Any) -> Signature:
+    def signature(self, cut: Cut, value: Any) -> Signature:
         """Signature of a bound call."""
         if self._modes is None:
             self._modes = modes_of(self._module, self._submodules or ())
@@ -213,13 +219,15 @@ class KnownCuts:
                     "batch through it first"
                 )
 
-    def _remember(self, cut: SequentialCut | GraphCut) -> None:
+    def _remember(self, cut: Cut) -> None:
         """Remember a cut, and drop those of layers that are gone."""
         present = set(self._module.modules())
-        kept: list[SequentialCut | GraphCut] = []
+        kept: list[Cut] = []
         for other in self._cuts:
             # An nn.Sequential has one cut at a time.
-            if isinstance(other, GraphCut) and other.lives_in(present):
+            lives = isinstance(other, CompiledCut)
+            lives |= isinstance(other, GraphCut) and other.lives_in(present)
+            if lives:
                 kept.append(other)
         too_many = max(len(kept) + 1 - self._most, 0)
         self._cuts = [*kept[too_many:], cut]

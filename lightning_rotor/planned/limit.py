@@ -37,7 +37,7 @@ from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.out_of_memory import shortage_message
-from lightning_rotor.planned.running_step import Refusal, Step, StepStart
+from lightning_rotor.planned.running_step import Call, Refusal, Step, StepStart
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.outside import Foresight
@@ -80,7 +80,9 @@ class StepLimit:
 
     def agree(self, batch: Sequence[torch.Tensor]) -> None:
         """Take the least limit of all processes."""
-        self._agreed_bytes = min(self._loop.told_by_all(self._loop.limit_bytes(self._limit, batch)))
+        own_bytes = self._loop.limit_bytes(self._limit, batch)
+        # Processes that exchange messages run one plan, so what the fullest device has is what all of them may use.
+        self._agreed_bytes = min(self._loop.told_by_all(own_bytes))
 
     def read(self, batch: Sequence[torch.Tensor]) -> None:
         """Read the limit, as every budget does."""
@@ -93,6 +95,7 @@ class StepLimit:
 
     def device_has_room(self, step: Step, held_bytes: int | None) -> bool:
         """True unless a step that makes and holds so much for its backward is known to run out of memory."""
+        # What nobody knows is tried: a step that exceeds the limit leads to a plan, which costs one step.
         if held_bytes is None or step.start is None:
             return True
         return held_bytes + step.start.missing_forward_bytes <= usable_bytes(self._loop.device())
@@ -125,6 +128,7 @@ class StepLimit:
             budget = replace(budget, guessed_bytes=correction_bytes)
         budget = replace(budget, foresight=self.corrections.foresight_for(chain))
         if self._loop.is_trial():
+            # Lightning's BatchSizeFinder takes an error for a lack of memory by its words, which this type adds.
             budget = replace(budget, error=TrialError)
         self._last_budget = budget
         self._correction_bytes = correction_bytes
@@ -163,6 +167,7 @@ class StepLimit:
         loop = self._loop
         optimizers = loop.optimizers()
         if not is_first:
+            # Later steps find what they hold, so nothing need be predicted.
             return StepStart(batch, is_first=False, optimizers=len(optimizers))
         with loop.untoggled():
             missing_gradients = gradient_bytes(loop.model)
@@ -192,6 +197,7 @@ class StepLimit:
 
     def growing_bytes(self) -> int:
         """Bytes by which the state of LBFGS will still grow, which fills its history over many steps."""
+        # Other optimizers have all of their state after one step.
         growing_bytes = 0
         for optimizer in self._lbfgs():
             full_bytes = predict_optimizer_state_bytes(optimizer)
@@ -221,8 +227,10 @@ class StepLimit:
     def learn_final(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Remember the peak of a measured step behind its backward, if it is not the first."""
         highest = highest_of(phase for phase in phases if phase.is_final)
+        # A first step makes the optimizers' state, which takes what no later one does.
         if highest is None or step.is_first:
             return
+        # The most of all steps: no plan changes it, so a lower one says nothing about the next.
         if self._final is None or highest.peak_bytes > self._final.peak_bytes:
             self._final = highest
 
@@ -251,8 +259,11 @@ class StepLimit:
         """
         exceeds = measured_bytes > self.size_bytes
         is_better = True
-        calls = [path[0] for path in step.paths]
-        for call in {id(call.plan): call for call in calls}.values():
+        # Calls that are never alive together: each path has one. Several of them may run under one plan.
+        calls_by_plan: dict[int, Call] = {}
+        for path in step.paths:
+            calls_by_plan[id(path[0].plan)] = path[0]
+        for call in calls_by_plan.values():
             plan = call.plan
             self.corrections.search_for(plan.chain)
             # A plan for bounds on costs does not grow: that takes longer than a new length is worth, and where bounds
@@ -293,9 +304,12 @@ class StepLimit:
             return
         if before is not None and before.peak_bytes > self.size_bytes:
             return  # a smaller plan follows, or none keeps the limit, which then says what both need
-        # A first step makes the state, for which some optimizers take what they never take again.
-        choose = min if step.is_first else max
-        if choose(highest.peak_bytes, self.final_peak_bytes) > self.size_bytes:
+        if step.is_first:
+            # It makes the state, for which some optimizers take what they never take again.
+            peak_bytes = min(highest.peak_bytes, self.final_peak_bytes)
+        else:
+            peak_bytes = max(highest.peak_bytes, self.final_peak_bytes)
+        if peak_bytes > self.size_bytes:
             self._go_beyond(self._or_final(self._final_error(highest)))
 
     # ---------------------------------------------------------------- where no plan keeps it
@@ -308,6 +322,7 @@ class StepLimit:
         # A tuner wants to hear of it at once, and other processes must not wait for one that ends later than they do.
         may_run_on &= not loop.is_trial() and loop.processes == 1
         if kind_of(loop.device()).has_own_memory:
+            # Beyond the limit the step may still be inside of the device. Else it would run out of memory midway.
             missing_bytes = error.minimum_bytes - self.size_bytes
             may_run_on &= missing_bytes <= usable_bytes(loop.device())
         if step is not None and may_run_on:
@@ -319,6 +334,7 @@ class StepLimit:
         """End training if a call was refused, and nothing behind the backward can show more: weights are as before."""
         if step.refusal is None or self.beyond:
             return
+        # What the user's hooks take behind the backward shows in no phase before it.
         shows_all = self._loop.gradients_linger() and not self._loop.has_hooks_at_end()
         if shows_all and self._resident.temporary_bytes is not None:
             self._end_refused(step, watch.phases if watch.stop() else [])
@@ -342,6 +358,7 @@ class StepLimit:
         least_bytes = error.minimum_bytes - budget.reserved_bytes
         needed_bytes = error.minimum_bytes
         if highest is not None and highest.peak_bytes * _UNEVEN > error.minimum_bytes:
+            # The step itself needs more than the least plan of the call, so the error names that.
             if highest.is_final:
                 self._go_beyond(self._final_error(highest))
                 return
@@ -401,6 +418,7 @@ class StepLimit:
 
     def _or_final(self, error: BudgetError) -> BudgetError:
         """The error, or the one for the optimizer's step if that needs more."""
+        # Whoever raises the limit to the minimum that an error names must not meet the next error there.
         if self.final_peak_bytes * _UNEVEN <= error.minimum_bytes:
             return error
         mark = Mark(PhaseKind.OPTIMIZER)
@@ -460,6 +478,7 @@ def _optimizer_remedy(optimizers: Sequence[torch.optim.Optimizer], device: torch
     """Advice that makes the steps of optimizers take less, with bytes where a dry step tells them."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
+        # torch's default on GPUs, foreach, updates all parameters at once, with temporaries for all of them.
         all_bytes = predict_optimizer_temporary_bytes(optimizer, device)
         single_bytes = temporary_bytes_one_by_one(optimizer, device)
         if all_bytes is None or single_bytes is None:

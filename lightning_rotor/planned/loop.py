@@ -89,6 +89,7 @@ class TrainingLoop(Protocol):
 
     def warn(self, message: str) -> None:
         """Tell the user, once for all processes."""
+        # All of them come to the same conclusions where they plan together, and would say each sentence many times.
         if self.is_lead:
             warnings.warn(message, RotorWarning, stacklevel=2)
 
@@ -103,16 +104,21 @@ class TrainingLoop(Protocol):
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
         """A user's limit, on a GPU no more than for None: what this process has, and its share of what is usable."""
         device = self.device()
-        limit_bytes = None if limit is None else resolve_limit(limit, device)
+        limit_bytes = None
+        if limit is not None:
+            limit_bytes = resolve_limit(limit, device)
         if limit_bytes is not None and not kind_of(device).has_own_memory:
             return limit_bytes
         free_bytes = usable_bytes(device)
         if device.type == "cpu":
             # Processes on one machine share its memory. GPUs are not shared.
             free_bytes //= self.local_processes
+        # What training holds already is inside the limit, and is not free any more.
         held_bytes = allocated_bytes(self.model, self.optimizers(), batch, device)
         available_bytes = free_bytes + held_bytes
-        return available_bytes if limit_bytes is None else min(limit_bytes, available_bytes)
+        if limit_bytes is None:
+            return available_bytes
+        return min(limit_bytes, available_bytes)
 
     def resident(
         self,
@@ -128,11 +134,14 @@ class TrainingLoop(Protocol):
         other_bytes = 0
         kind = kind_of(device)
         if kind.tells_allocated:
+            # What training holds under no name that is known here, such as a metric's state.
             known_bytes = named_bytes(self.model, optimizers, batch, device)
             known_bytes += communication_bytes
             other_bytes = max(0, kind.allocated_bytes(device) - known_bytes)
-        # The messages of FSDP are gone when its optimizer steps, so the peak of that is not known before.
-        temporary_bytes = None if self._shards() else resident.temporary_bytes
+        temporary_bytes = resident.temporary_bytes
+        if self._shards():
+            # The messages of FSDP are gone when its optimizer steps, so the peak of that is not known before.
+            temporary_bytes = None
         return replace(
             resident,
             communication_bytes=communication_bytes,
@@ -159,6 +168,7 @@ class TrainingLoop(Protocol):
         """Bytes for messages: DDP's buckets; FSDP's gradients on their way and shards that the model hides."""
         wrapped = self.wrapped()
         if isinstance(wrapped, DistributedDataParallel):
+            # Its buckets are as large as all gradients together, and stay.
             ignored: set[str] = wrapped.parameters_to_ignore
             size_bytes = 0
             for name, parameter in wrapped.module.named_parameters():
@@ -167,6 +177,7 @@ class TrainingLoop(Protocol):
             return size_bytes
         if not self._shards():
             return 0
+        # Whole gradients exist until they are reduced to shards, beside those that optimizers hold.
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
 
     def may_take_new_buckets(self) -> bool:

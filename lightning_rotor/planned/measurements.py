@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_rotor.capture.graph_cut import GraphCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planning.size_bounds import bound_at
+from lightning_rotor.planning.size_bounds import bound_at, most_growth
 from lightning_rotor.private.values import spelled
 from lightning_rotor.profiling import Profile
 from lightning_rotor.profiling.chain_profile import profile_over
@@ -42,20 +44,26 @@ class Measurements:
 
     def keep_only(self, is_kept: Callable[[Signature], bool]) -> None:
         """Forget all other signatures."""
-        self._profiles = {signature: profile for signature, profile in self._profiles.items() if is_kept(signature)}
+        for signature in list(self._profiles):
+            if not is_kept(signature):
+                del self._profiles[signature]
 
     def estimate(self, signature: Signature) -> Estimate | None:
         """Costs for a signature from those of other sizes; None if it must be measured."""
         wanted = signature.family
-        family = [measured for measured in self._profiles if measured.family == wanted]
-        chains = [(measured.shapes, self._profiles[measured].chain) for measured in family]
+        family = []
+        chains = []
+        for measured, profile in self._profiles.items():
+            if measured.family == wanted and _is_told_by_shapes(signature.cut, measured.cut):
+                family.append(measured)
+                chains.append((measured.shapes, profile.chain))
         bound = bound_at(signature.shapes, chains)
         if bound is None:
             return None
         measured = family[bound.measurement]
-        profile, chain = self._profiles[measured], bound.chain
+        profile = replace(self._profiles[measured], chain=bound.chain)
         try:
-            profile = for_call(replace(profile, chain=chain), signature)
+            profile = for_call(profile, signature)
             # The stages are the same objects, so costs match one to one. Sizes that were recorded apart have stages of
             # their own, which are merged here as those of the measurement were.
             if measured.cut is signature.cut:
@@ -72,19 +80,46 @@ class Measurements:
         return Estimate(estimated, bound.is_near)
 
 
+def _is_told_by_shapes(cut: Cut, measured: Cut) -> bool:
+    """True if no operation of a recording has taken more than another's could with inputs of its shapes.
+
+    Code may read a size from values, which no shape of an input tells: ``int(lengths.max())``. There is a recording for
+    each such number, and what was measured for a smaller one is no bound.
+    """
+    if cut is measured or not isinstance(cut, GraphCut) or not isinstance(measured, GraphCut):
+        return True
+    taken, known = cut.recording.bytes_by_operation, measured.recording.bytes_by_operation
+    shapes, known_shapes = cut.recording.guards.recorded_shapes, measured.recording.guards.recorded_shapes
+    if len(taken) != len(known) or list(map(len, shapes)) != list(map(len, known_shapes)):
+        return False
+    growth = most_growth(known_shapes, shapes)
+    return all(size_bytes <= growth * known_bytes for size_bytes, known_bytes in zip(taken, known, strict=True))
+
+
 def for_call(profile: Profile, signature: Signature) -> Profile:
     """Costs of another size for a call: they say for which input they are."""
     chain = profile.chain
-    first = replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))
-    # What later stages take is of the other size; without it they are known not to be measured.
-    later = [replace(stage, takes=()) if stage.takes else stage for stage in chain.stages[1:]]
-    return replace(profile, chain=replace(chain, stages=(first, *later)))
+    stages = [replace(chain.stages[0], takes=_taken_by_first(profile.stages, signature))]
+    for stage in chain.stages[1:]:
+        # What later stages take is of the other size; without it they are known not to be measured.
+        if stage.takes:
+            stage = replace(stage, takes=())
+        stages.append(stage)
+    return replace(profile, chain=replace(chain, stages=tuple(stages)))
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:
     """Tensors that the first stage reads, for which a plan is made."""
-    names = tuple(spelled(kind[0], shape) for kind, shape in zip(signature.kinds, signature.shapes, strict=False))
+    names = []
+    # Behind the shapes of tensors there may be numbers of packed sequences, which have no kind.
+    for (dtype, _, _), shape in zip(signature.kinds, signature.shapes, strict=False):
+        names.append(spelled(dtype, shape))
     reads = wiring_of(stages).wire.reads
-    if len(reads) != len(names):  # one value that holds several
-        return names
-    return tuple(name for read, name in zip(reads, names, strict=True) if read in stages[0].reads)
+    if len(reads) != len(names):
+        # One value holds several tensors, so nobody knows which of them a stage takes out of it.
+        return tuple(names)
+    taken = []
+    for read, name in zip(reads, names, strict=True):
+        if read in stages[0].reads:
+            taken.append(name)
+    return tuple(taken)

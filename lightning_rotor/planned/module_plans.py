@@ -19,8 +19,9 @@ from torch import nn
 
 from lightning_rotor.capture.compiled import CompiledModules, Variants, compiled_in
 from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut, check_module
+from lightning_rotor.capture.sequentialize import Cut, check_module
 from lightning_rotor.chain import Chain
+from lightning_rotor.compiling.partitioner import Saving
 from lightning_rotor.errors import (
     BudgetError,
     MessageError,
@@ -45,6 +46,7 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
+from lightning_rotor.private.torch_names import CompiledCall
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.schedule import Leaf, Schedule
@@ -128,8 +130,17 @@ class Ceiling:
 class ModulePlans:
     """The plans of one module, or ``ModelError`` if it can be no chain; ``name`` says where in the model it is."""
 
-    def __init__(self, module: nn.Module, source: BudgetSource, settings: PlanSettings, name: str = "") -> None:
-        check_module(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        source: BudgetSource,
+        settings: PlanSettings,
+        name: str = "",
+        *,
+        compiled: CompiledCall | None = None,
+    ) -> None:
+        if compiled is None:
+            check_module(module)
         self.name = name
         self.ceiling = Ceiling()
         self.cache = PlanCache(settings.max_plans)
@@ -143,6 +154,7 @@ class ModulePlans:
             most=settings.max_plans,
             on_cut=partial(source.hear, MeasuringBegins()),
             ranks=source.ranks,
+            compiled=compiled,
         )
         self._measurements = Measurements()
         self.classes = SizeClasses()
@@ -188,7 +200,9 @@ class ModulePlans:
         entry = None
         if signature is not None:
             entry = self.cache.use(signature, self._source.turn)
-        prepared = entry if isinstance(entry, Prepared) else None
+        prepared = None
+        if isinstance(entry, Prepared):
+            prepared = entry
         # Each question below goes round all processes, so each process must ask the same ones in the same order.
         if ranks.all_run(None if prepared is None else prepared.schedule):
             return
@@ -197,6 +211,7 @@ class ModulePlans:
                 "a schedule was chosen by use() that other processes do not run for this call, with which the module "
                 "exchanges messages: expected use() of the same schedule in each of them, or in none"
             )
+        # Costs stay, the plan goes: it follows from what all of them need now.
         if signature is not None and entry is not None:
             self.cache.put(signature, costs_of(entry))
         if ranks.any(entry is None):
@@ -225,9 +240,7 @@ class ModulePlans:
             self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
 
-    def bind_unasked(
-        self, cut: SequentialCut | GraphCut, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Signature, Any] | None:
+    def bind_unasked(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any] | None:
         """The signature of a call and the chain's input, whatever a recording would say to its sizes.
 
         None if the call differs from the recorded one in more, or values could decide, too.
@@ -251,6 +264,7 @@ class ModulePlans:
         """The plan of a call, made now if there is none."""
         prepared = None
         spent_seconds = self.measuring_seconds
+        # Processes that exchange messages plan calls of one step behind it, together.
         if not self.together:
             prepared = self._source.plan_beside(self.name, signature, value)
         if prepared is None:
@@ -259,7 +273,10 @@ class ModulePlans:
         assert prepared.signature.cut is signature.cut
         if self.measuring_seconds > spent_seconds:
             _tell(signature, prepared, self.measuring_seconds - spent_seconds)
-        facts = None if self.together else self._cuts.facts_besides(signature.cut)
+        facts = None
+        if not self.together:
+            # Together, no call is steady: all processes ask each other at each of them.
+            facts = self._cuts.facts_besides(signature.cut)
         self.cache.note_last(signature, prepared, facts, self._source.waiting)
         return prepared
 
@@ -276,6 +293,7 @@ class ModulePlans:
             entry = self._new_entry(signature, value)
         else:
             entry = self._improved(signature, value, cached)
+        # A plan for another turn has another part of the budget, so only its costs are taken over.
         if costs_of(entry).turn != turn:
             entry = replace(costs_of(entry), turn=turn)
         prepared = entry if isinstance(entry, Prepared) else self.plan_again(signature, entry)
@@ -285,11 +303,15 @@ class ModulePlans:
 
     def _new_entry(self, signature: Signature, value: Any) -> Costs | Prepared:
         """A call that is not in the cache: from a checkpoint, from other sizes, or measured."""
-        known = self._recalled(signature) or self._covered(signature) or self._estimated(signature)
+        known = None
+        if signature.cut.way != "compiled":  # of which each size is a graph of its own
+            known = self._recalled(signature) or self._covered(signature) or self._estimated(signature)
         return self._improved(signature, value, known or self._measured_as_needed(signature, value))
 
     def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
+        if self._wants_other_code(signature, entry):
+            return self._measured_as_needed(signature, value, before=costs_of(entry))
         if isinstance(entry, Prepared) and entry.costs.origin == "larger size" and not entry.costs.rough_seconds:
             may_estimate = bool(entry.lost_seconds) and self._estimating.pays(entry.lost_seconds)
             return (may_estimate and self._estimated(signature)) or entry
@@ -310,8 +332,14 @@ class ModulePlans:
 
     def _is_small_of_rough(self, signature: Signature) -> bool:
         """True if most sizes whose costs are rough are larger: they are bounded by what this one takes, as well."""
-        sizes = sorted(other.size for other, entry in self.cache if costs_of(entry).rough_seconds)
-        return not sizes or signature.size <= sizes[len(sizes) // 2]
+        sizes = []
+        for other, entry in self.cache:
+            if costs_of(entry).rough_seconds:
+                sizes.append(other.size)
+        if not sizes:
+            return True
+        median = sorted(sizes)[len(sizes) // 2]
+        return signature.size <= median
 
     def costs_beside(self, signature: Signature, value: Any, turn: Turn) -> tuple[Signature, Costs]:
         """Costs of a call in a step of several, and the signature that they are for: its own, or its class's."""
@@ -346,7 +374,7 @@ class ModulePlans:
         if recorded is None:
             return None
         profile, plan = recorded
-        costs = self._keep(signature, profile)
+        costs = self._keep(signature, Costs(profile))
         if plan is None or plan.slots < self._settings.slots:
             return costs
         if not self.budget(profile).fits(plan):
@@ -358,11 +386,12 @@ class ModulePlans:
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
             return None  # other calls share the budget
-        known = []
+        # Behind other calls, a plan may have been made for another part of the budget.
+        of_this_turn = []
         for other, prepared in self.cache.planned():
-            if prepared.turn == turn and other.differs_in_sizes(signature):
-                known.append((other, prepared))
-        found = covering(signature, known)
+            if prepared.turn == turn:
+                of_this_turn.append((other, prepared))
+        found = covering(signature, of_this_turn)
         if found is None:
             return None
         larger, lost_seconds = found
@@ -383,6 +412,7 @@ class ModulePlans:
             return None
         profile, chain = estimate.profile, estimate.profile.chain
         budget = self.budget(profile)
+        # Of any recording with equal stages: a schedule is judged by this call's own costs, and runs its own stages.
         alike = self.cache.alike(signature, chain.names)
         least_overhead = least_overhead_of(alike, signature.size, chain, budget)
         plan = best_of(chain, alike, signature.size, budget, least_overhead, slots=self._settings.slots)
@@ -390,6 +420,7 @@ class ModulePlans:
         lost_seconds = 0.0
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
+        # Losses of all sizes add up, since a search for one of them gives the others a schedule to try.
         if self._searching.pays(lost_seconds):
             plan = None
             lost_seconds = 0.0
@@ -423,6 +454,7 @@ class ModulePlans:
         tolerance = max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
         is_far_off = abs(overhead - plan.overhead) > tolerance
         if fastest.schedule is plan.schedule and not is_far_off:
+            # The executor stays: another one would warm up once more.
             timed = replace(prepared, costs=costs)
             self.cache.put(signature, timed)
             return timed
@@ -453,38 +485,68 @@ class ModulePlans:
         """Measure a call with all options of its stages, again if it was measured before."""
         return self._measured(signature, value, self._compiled)
 
-    def _measured_as_needed(self, signature: Signature, value: Any) -> Costs:
-        """Measure a call. Code is compiled under other budgets only if something must be recomputed.
+    def _measured_as_needed(self, signature: Signature, value: Any, before: Costs | None = None) -> Costs:
+        """Measure a call. Stages that the user compiled get other code only if something must be recomputed.
 
         Where there is room, noise must not choose such code, and compiling it would cost more than it could save.
+        ``before`` are costs of the call as it was measured last, if its plans have less room since.
         """
         is_compiled = any(compiled_in(stage) for stage in signature.cut.stages)
         if not is_compiled or self.together or self._settings.compiled_variants == "off":
             return self.measure(signature, value)
-        costs = self._measured(signature, value, CompiledModules("off"))
-        excess_bytes = self._excess_of(costs, option=0)
-        if excess_bytes <= 0:
+        costs = before or self._measured(signature, value, CompiledModules("off"))
+        if not self._excess_of(costs, option=0).is_needed:
             return costs
         if len(signature.cut.stages) == 1:
-            # The user compiled the whole: the same graph, planned inside. What counting has missed shows once.
-            saving_bytes = excess_bytes
-            for _ in range(_MOST_INSIDE):
-                inside = CompiledModules(self._settings.compiled_variants, saving_bytes=saving_bytes)
-                planned = self._measured(signature, value, inside)
-                if len(planned.profile.chain.stages[0].options) == 1:
-                    break
-                excess_bytes = self._excess_of(planned, option=1)
-                if excess_bytes <= 0:
-                    return planned
-                saving_bytes += excess_bytes
-        return self.measure(signature, value)
+            return self._planned_inside(signature, value, costs)
+        return self._keep(signature, replace(self.measure(signature, value), compiled_anew=1))
 
-    def _excess_of(self, costs: Costs, *, option: int) -> int:
+    def _planned_inside(self, signature: Signature, value: Any, costs: Costs) -> Costs:
+        """Costs of a graph that was compiled as a whole, with the same graph planned inside as an option.
+
+        Raises ``ModelError`` if it cannot be, and may be planned uncompiled.
+        """
+        objection = "no plan inside of its graph keeps the limit"
+        for times in range(costs.compiled_anew, _MOST_INSIDE):
+            # What counting has missed shows once.
+            saving = self._excess_of(costs, option=0)
+            if costs.saving is not None:
+                saving = _saving_more(costs.saving, self._excess_of(costs, option=1), saving)
+            inside = CompiledModules(self._settings.compiled_variants, saving=saving)
+            planned = self._measured(signature, value, inside)
+            if len(planned.profile.chain.stages[0].options) == 1:
+                objection = next(iter(inside.objections.values()), "its graph cannot be planned inside")
+                break
+            costs = replace(planned, compiled_anew=times + 1, saving=saving)
+            if not self._excess_of(costs, option=1).is_needed:
+                return self._keep(signature, costs)
+        if self._source.takes_apart and signature.cut.way == "compiled":
+            raise ModelError(objection)
+        return self._keep(signature, replace(self.measure(signature, value), compiled_anew=_MOST_INSIDE))
+
+    def _wants_other_code(self, signature: Signature, entry: Costs | Prepared) -> bool:
+        """True if stages that the user compiled run as they are, or save too little, and their plans have no room."""
+        costs = costs_of(entry)
+        stages = signature.cut.stages
+        if costs.estimated or self.together or self._settings.compiled_variants == "off":
+            return False
+        if not any(compiled_in(stage) for stage in stages):
+            return False
+        if costs.compiled_anew >= (_MOST_INSIDE if len(stages) == 1 else 1):
+            return False
+        last = len(costs.profile.chain.stages[0].options) - 1 if len(stages) == 1 else 0
+        return self._excess_of(costs, option=last).is_needed
+
+    def _excess_of(self, costs: Costs, *, option: int) -> Saving:
         """Bytes that a chain takes more than its budget if each of its stages is kept under one option."""
         chain = costs.profile.chain
         budget = self.budget(costs.profile)
         schedule = Schedule(tuple(Leaf(number, option) for number in range(len(chain))))
-        return simulate(chain, schedule, **budget.conditions).peak_bytes - budget.available_bytes
+        peaks = {"forward": 0, "backward": 0}
+        for event in simulate(chain, schedule, **budget.conditions).events:
+            if event.phase in peaks:
+                peaks[event.phase] = max(peaks[event.phase], event.peak_bytes)
+        return Saving(peaks["forward"] - budget.available_bytes, peaks["backward"] - budget.available_bytes)
 
     def _measured(self, signature: Signature, value: Any, compiled: CompiledModules) -> Costs:
         """Measure a call, with the variants of compiled stages that are to be tried."""
@@ -509,14 +571,16 @@ class ModulePlans:
         self.measuring_seconds += seconds
         self._measuring.price_seconds = seconds / _SERVED
         # The new costs may say more of calls whose costs are rough, too.
-        rough = {other for other, entry in self.cache if costs_of(entry).rough_seconds}
+        rough = set()
+        for other, entry in self.cache:
+            if costs_of(entry).rough_seconds:
+                rough.add(other)
         self.cache.keep_only(lambda other: other not in rough)
-        return self._keep(signature, profile)
+        return self._keep(signature, Costs(profile))
 
-    def _keep(self, signature: Signature, profile: Profile) -> Costs:
+    def _keep(self, signature: Signature, costs: Costs) -> Costs:
         """An entry with costs that were measured."""
-        costs = Costs(profile)
-        self._measurements.add(signature, profile)
+        self._measurements.add(signature, costs.profile)
         self.cache.put(signature, costs)
         return costs
 
@@ -545,15 +609,19 @@ class ModulePlans:
 
     def _memory(self, signature: Signature, plan: Plan) -> OtherMemory | None:
         """The other memory for a plan, with room for it; None if it moves nothing, or there is no such memory."""
-        there = self._offloading(signature.device) if plan.schedule.moves else None
+        if not plan.schedule.moves:
+            return None
+        there = self._offloading(signature.device)
         if there is None:
             return None
+        # Now, and not in the forward: the device stands still while memory of the host is pinned.
         there.memory.reserve(plan.host_bytes)
         return there.memory
 
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
         with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
             plan = budget.plan(profile.chain, slots=self._settings.slots)
+        # The dearest so far: a search whose table was there already says nothing of the next one.
         self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
         return plan
 
@@ -624,6 +692,7 @@ class ModulePlans:
             return solved
         solved = self.plan_again(signature, entry).plan
         if stale is None:
+            # The budget has changed for all of them.
             self.cache.keep_only_plans(lambda plan: plan is solved)
         return solved
 
@@ -652,6 +721,7 @@ class ModulePlans:
         """Everything measured and planned so far in plain types, for :meth:`recall`."""
         records = dict(self._records)
         for signature, entry in self.cache:
+            # Estimates are made again at once from what was measured.
             if not costs_of(entry).estimated:
                 call = call_fingerprint(signature, self._compiled.choice)
                 records[call] = record_of(call, entry)
@@ -669,6 +739,16 @@ class ModulePlans:
     def _forget_costs(self) -> None:
         self.cache.keep_only(lambda signature: False)
         self._measurements.keep_only(lambda signature: False)
+
+
+def _saving_more(before: Saving, excess: Saving, least: Saving) -> Saving:
+    """What to save where a pair of graphs that was to save so much, and was measured, is still above the budget.
+
+    It is at least what counting asks for with the budget of now.
+    """
+    forward_bytes = before.forward_bytes + max(excess.forward_bytes, 0)
+    backward_bytes = before.backward_bytes + max(excess.backward_bytes, 0)
+    return Saving(max(forward_bytes, least.forward_bytes), max(backward_bytes, least.backward_bytes))
 
 
 def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.errors import ModelError, ProfilingError, RotorError
 from lightning_rotor.planned.attachment import (
     ForwardInPlace,
@@ -20,7 +20,7 @@ from lightning_rotor.planned.attachment import (
     is_attached,
 )
 from lightning_rotor.planned.budget_source import BudgetSource
-from lightning_rotor.planned.compiled_steps import compiled_around
+from lightning_rotor.planned.compiled_steps import compiled_around, whole_around
 from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planned.key_value_caches import (
     ForwardWithoutCaches,
@@ -40,6 +40,7 @@ from lightning_rotor.planned.target_search import (
 )
 from lightning_rotor.planned.unseen_forward import UnseenForward
 from lightning_rotor.planning import Plan
+from lightning_rotor.private.torch_names import compiled_call_of
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class PlannedModule:
     caches: KeyValueCaches
     taken_apart: str | None = None
     """A warning about what the user compiled, and its plan takes apart; None if there is nothing of that kind."""
+    is_whole: bool = False
+    """True if it was compiled as a whole, and stays so: its graph is planned inside."""
 
     @property
     def name(self) -> str:
@@ -108,10 +111,14 @@ class PlannedModules:
         self._unseen: dict[str, Target] = {}
         # Chosen modules that run as the user compiled them; None once they are planned.
         self._resting: list[Target] | None = None
+        # The targets as they were chosen, and why those that were compiled as a whole cannot be planned inside.
+        self._chosen: list[Target] = []
+        self._not_inside: dict[str, str] = {}
         self._may_rest = loop.may_run_as_compiled
         # All forwards that stand in the place of modules' own.
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
-        self._refusals: list[RotorError] = []
+        # As texts: frames of an error's traceback would hold all that the first step has made, to the end of training.
+        self._refusals: list[str] = []
         # The planned modules when they were told of last.
         self._told_of: list[PlannedModule] = []
 
@@ -271,7 +278,7 @@ class PlannedModules:
                 slight.add(name)
         return slight
 
-    def object_to(self, name: str, cut: SequentialCut | GraphCut) -> None:
+    def object_to(self, name: str, cut: Cut) -> None:
         """Raise ``ModelError`` if most of a module that nobody has named is in parts that are better planned alone.
 
         A model may do one thing that no recording can hold around all of its layers: it sets an attribute, or asks for
@@ -293,11 +300,16 @@ class PlannedModules:
     def refuse(self, name: str, error: RotorError) -> None:
         """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
         module = self.named(name)
+        if module is not None and module.is_whole:
+            _log.info("RotorCallback cannot plan inside of what was compiled at %s: %s", module.target.place, error)
+            self._not_inside[name] = str(error)
+            self._plan_only(self._chosen)
+            return
         if self._search is None or module is None:
             raise error
         self._search.refused.add(name)
-        self._refusals.append(error)
-        _log.info("RotorCallback cannot plan %s: %s", module.target.place, error)
+        self._refusals.append(str(error))
+        _log.info("RotorCallback cannot plan %s: %s", module.target.place, self._refusals[-1])
         # Those found in this step run right now, perhaps around this call, and keep their plans whatever the search
         # says.
         targets = []
@@ -402,7 +414,7 @@ class PlannedModules:
         if self._modules or self._unseen or self._resting:
             return ""
         if self._refusals:
-            return str(self._refusals[0])  # of the one with most compute
+            return self._refusals[0]  # of the one with most compute
         return (
             f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
             "that its training_step calls: expected one. Put the layers that take most of the memory into an "
@@ -431,16 +443,22 @@ class PlannedModules:
             self._resting = list(targets)
             return
         self._resting = None
-        wanted = {id(target.module): target for target in targets}
+        self._chosen = list(targets)
+        wanted: dict[int, Target] = {}
+        for target in targets:
+            outermost = self._whole_around(target) or target
+            wanted[id(outermost.module)] = outermost
         kept = []
         for module in self:
-            target = wanted.pop(id(module.module), None)
-            if target is None:
+            again = wanted.get(id(module.module))
+            was_whole = module.is_whole and module.name in self._not_inside
+            if again is None or was_whole:
                 self._detach(module.module)
             else:
                 # Of a module that a guess or a tuner's trial has planned, more is known now.
-                module.target = target
-                module.plans.expect_unused(target.unused_outputs)
+                del wanted[id(module.module)]
+                module.target = again
+                module.plans.expect_unused(again.unused_outputs)
                 kept.append(module)
         self._modules = kept
         for name in list(self._unseen):
@@ -454,15 +472,27 @@ class PlannedModules:
             self.end()
             raise
 
+    def _whole_around(self, target: Target) -> Target | None:
+        """The module that was compiled as a whole, at or around a target, if its graph may be planned; else None."""
+        if self._settings.compiled_variants == "off":
+            return None
+        whole = whole_around(self._loop, target)
+        return None if whole is None or whole.name in self._not_inside else whole
+
     def _plan(self, target: Target) -> None:
         """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
         # Before its forward is replaced, which may be compiled itself.
-        taken_apart = compiled_around(self._loop, target)
-        planned = PlannedForward(target.module, self._source, self._settings, target.name)
+        taken_apart, compiled = None, None
+        if self._whole_around(target) is not None:
+            compiled = compiled_call_of(target.module)
+        else:
+            taken_apart = compiled_around(self._loop, target, self._not_inside)
+        planned = PlannedForward(target.module, self._source, self._settings, target.name, compiled=compiled)
         planned.plans.expect_unused(target.unused_outputs)
         self._attach(target.module, planned)
-        self._modules.append(PlannedModule(target, planned.plans, planned.caches, taken_apart))
+        module = PlannedModule(target, planned.plans, planned.caches, taken_apart, is_whole=compiled is not None)
+        self._modules.append(module)
 
     def _let_wait(self, targets: Collection[Target]) -> None:
         """Let modules wait for their first call, but those inside of one that is planned, or around one."""

@@ -31,29 +31,16 @@ class Offloading:
     def __init__(self, offload: Offload, device: torch.device) -> None:
         self.memory: PinnedMemory | FileMemory
         folder = offload.folder
+        _require_target(offload, device)
         if folder is None:
-            if KINDS.get(device.type) is not CUDA:
-                raise OffloadError(
-                    f'offload="host" moves from a GPU to the memory of the host, and these tensors are on '
-                    f"{str(device)!r}: "
-                    + (
-                        'expected offload="disk:/a/folder", which moves to a file'
-                        if KINDS.get(device.type) is HOST
-                        else "expected a CUDA device, or training without offload"
-                    )
-                )
             room_bytes = offload.limit_bytes or _share_of_host(device)
             self.memory = PinnedMemory(device, limit_bytes=room_bytes)
         else:
-            if KINDS.get(device.type) is not HOST:
-                raise OffloadError(
-                    f'offload="{offload.target}" moves from the CPU to a file, and these tensors are on '
-                    f'{str(device)!r}: expected offload="host", which moves to pinned memory of the host'
-                )
             self.memory = FileMemory(folder, limit_bytes=offload.limit_bytes)
             room_bytes = offload.limit_bytes or shutil.disk_usage(folder).free
         link = offload.link(room_bytes)
         if link is None:
+            # As measured, and not from a data sheet: links of GPUs carry from 25 to 410 GB/s, and less than they say.
             out, back, latency = host_speed(device) if folder is None else disk_speed(folder)
             link = Link(out, back, latency, room_bytes)
             _log.info(
@@ -66,20 +53,45 @@ class Offloading:
         self.link = link
 
 
+def _require_target(offload: Offload, device: torch.device) -> None:
+    """Raise ``OffloadError`` if nothing can move from a device to where it is to move."""
+    kind = KINDS.get(device.type)
+    if offload.folder is None and kind is not CUDA:
+        # Tensors on the host would move from memory to the same memory.
+        expected = "a CUDA device, or training without offload"
+        if kind is HOST:
+            expected = 'offload="disk:/a/folder", which moves to a file'
+        raise OffloadError(
+            f'offload="host" moves from a GPU to the memory of the host, and these tensors are on '
+            f"{str(device)!r}: expected {expected}"
+        )
+    if offload.folder is not None and kind is not HOST:
+        raise OffloadError(
+            f'offload="{offload.target}" moves from the CPU to a file, and these tensors are on '
+            f'{str(device)!r}: expected offload="host", which moves to pinned memory of the host'
+        )
+
+
+# Weakly: pinned memory goes back to the host with the last training that moves something.
 _offloadings: WeakValueDictionary[tuple[Offload, torch.device], Offloading] = WeakValueDictionary()
 
 
 def offloading(offload: Offload, device: torch.device) -> Offloading:
     """The one of this process for a target and a device, made now if nobody has it."""
-    found = _offloadings.get((offload, device))
-    if found is None:
-        found = _offloadings[offload, device] = Offloading(offload, device)
-    return found
+    # One for all modules, as pinned memory takes long to get.
+    shared = _offloadings.get((offload, device))
+    if shared is None:
+        shared = Offloading(offload, device)
+        _offloadings[offload, device] = shared
+    return shared
 
 
 def _share_of_host(device: torch.device) -> int:
     """A part of what the host has free, for one of the processes that are on it."""
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not processes and torch.distributed.is_available() and torch.distributed.is_initialized():
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not processes and is_distributed:
+        # Lightning's own launchers set no such variable. A host has at most a process for each of its GPUs.
         processes = min(torch.distributed.get_world_size(), torch.cuda.device_count())
-    return int(_SHARE_OF_HOST * device_memory("cpu").free_bytes) // max(processes, 1)
+    free_bytes = device_memory("cpu").free_bytes
+    return int(_SHARE_OF_HOST * free_bytes) // max(processes, 1)

@@ -21,9 +21,9 @@ from lightning_rotor.units import format_bytes
 
 def is_shortage(error: BaseException) -> bool:
     """True if an error means that the device has no memory left. The CPU's allocator raises no type of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
-    )
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: " in str(error)
 
 
 _kind = attrgetter("shape", "dtype")
@@ -57,6 +57,7 @@ class CopiedBuffers:
     def take(self, state: SegmentState) -> _Copies:
         """The buffers that a forward in training may update, as they are."""
         buffers = _buffers_that_may_change(state)
+        # By identity, in C: it is asked at every forward, and buffers are rarely replaced.
         if len(buffers) != len(self._grouped) or not all(map(is_, buffers, self._grouped)):
             self._group(buffers)
         with torch.no_grad():
@@ -68,6 +69,7 @@ class CopiedBuffers:
         by_type: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         self._alone = []
         for buffer in buffers:
+            # Only plain numbers can be put in a row with others.
             is_plain = buffer.layout is torch.strided and not is_made_of_others(buffer)
             if buffer.device.type == "cpu" or not is_plain:
                 self._alone.append(buffer)
@@ -81,13 +83,17 @@ class CopiedBuffers:
         # Taken while it is in use: a forward inside this one makes copies of its own.
         pairs = self._kept
         self._kept = []
-        copied = [buffer for buffer, _ in pairs]
-        copies = [copy for _, copy in pairs]
+        copied = []
+        copies = []
+        for buffer, copy in pairs:
+            copied.append(buffer)
+            copies.append(copy)
         is_same = len(copied) == len(buffers) and all(map(is_, copied, buffers))
         # A buffer may have been given another shape in place.
         if not is_same or any(map(ne, map(_kind, copies), map(_kind, buffers))):
             copies = [uncounted_like(buffer) for buffer in buffers]
             pairs = list(zip(buffers, copies, strict=True))
+        # One call of torch for each type, and not one for each buffer.
         by_type: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for buffer, copy in zip(buffers, copies, strict=True):
             sources, targets = by_type.setdefault(buffer.dtype, ([], []))
@@ -101,8 +107,10 @@ class CopiedBuffers:
     def give_back(self, copies: _Copies) -> None:
         """Take the memory back when the forward is over."""
         # Large ones would stay for the backward, whose peak would feel them. Those in a row are on a GPU and go.
-        if all(copy.nbytes <= SMALL_BYTES and copy.device.type == "cpu" for _, copy in copies.pairs):
-            self._kept = copies.pairs
+        for _, copy in copies.pairs:
+            if copy.nbytes > SMALL_BYTES or copy.device.type != "cpu":
+                return
+        self._kept = copies.pairs
 
 
 def _buffers_that_may_change(state: SegmentState) -> list[torch.Tensor]:
@@ -147,8 +155,10 @@ class BeforeForward:
 
     def restore(self) -> bool:
         """Set everything back; False if a parameter, an input or a large buffer changed, which nobody copied."""
+        # Parameters are never copied, as that would be a second model.
         if self._written:
             return False
+        # Before anything is put back: where this is refused, the error leaves all as it was.
         for tensor, version in self._versions:
             if version_of(tensor) != version:
                 return False

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.compiling.partitioner import Saving
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.execution.stopwatch import TIMED_CALLS, Stopwatch
@@ -57,6 +58,8 @@ class Costs:
             are those of a larger size as they are.
         rough_seconds: At most lost in each step because such costs may be much too high.
         timed: Schedules that it has run under.
+        compiled_anew: Times that stages which the user compiled were measured with other code for them, too.
+        saving: By so much the counted peaks of a graph that is planned inside are lower than the user's.
     """
 
     profile: Profile
@@ -64,6 +67,8 @@ class Costs:
     origin: Literal["measured", "bounds", "larger size"] = "measured"
     rough_seconds: float = 0.0
     timed: tuple[TimedSchedule, ...] = ()
+    compiled_anew: int = 0
+    saving: Saving | None = None
 
     @property
     def estimated(self) -> bool:
@@ -237,6 +242,6 @@ def _may_run_plainly(signature: Signature, chain: Chain, plan: Plan) -> bool:
     if not plan.schedule.is_plain or any(enabled for enabled, _ in signature.autocast):
         return False
     passing_bytes = 0
-    if signature.cut.way != "sequential":
+    if signature.cut.way == "graph":
         passing_bytes = sum(stage.keep.forward_peak_bytes - stage.keep.saved_bytes for stage in chain)
     return plan.peak_bytes + passing_bytes <= plan.budget_bytes

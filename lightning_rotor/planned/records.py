@@ -31,6 +31,7 @@ SEAL = "seal"
 
 def model_fingerprint(module: nn.Module) -> str:
     """Sixteen hexadecimal digits that name the classes, parameters and buffers of a module, but not their values."""
+    # Not their values: those are what training changes, and costs do not depend on them.
     modules = []
     for name, submodule in module.named_modules():
         kind = type(submodule)
@@ -44,6 +45,7 @@ def model_fingerprint(module: nn.Module) -> str:
 def call_fingerprint(signature: Signature, variants: str) -> str:
     """Sixteen hexadecimal digits of what a measurement holds for: stages before merging, plain settings, device."""
     device = signature.device
+    # Seconds, and workspaces of libraries, are those of one model of a device and of one version of torch.
     machine = kind_of(device).model_name(device)
     modes = (signature.autocast, *signature.modes)
     settings = signature.shapes, signature.kinds, modes
@@ -80,7 +82,10 @@ def recalled(record: Record, stages: Sequence[Stage]) -> tuple[Profile, Plan | N
             remembered=record["remembered"],
             drawn=record["drawn"],
         )
-        return profile, from_plain(record["plan"], chain) if "plan" in record else None
+        plan = None
+        if "plan" in record:
+            plan = from_plain(record["plan"], chain)
+        return profile, plan
     except (RotorError, KeyError, TypeError, ValueError, IndexError):
         # Of another version of this package, of a module with other code, or damaged. Or variants of a compiled stage
         # were measured, which are compiled by measuring alone.
@@ -93,6 +98,7 @@ def seal_of(saved: Mapping[str, Any]) -> str | None:
     try:
         return _digest(json.dumps(rest, sort_keys=True))
     except (TypeError, ValueError, RecursionError):
+        # What comes from a damaged file may be anything.
         return None
 
 

@@ -179,8 +179,10 @@ class Step:
         inputs = [*tensors]
         input_bytes = 0
         for address, size_bytes in sizes_by_address(inputs).items():
+            # The batch was there before the step, and is counted with what the process holds.
             if address not in of_batch:
                 input_bytes += size_bytes
+        # The dry run may have ended before it, or have met less than there is.
         made_bytes = max(input_bytes, before_bytes)
         self._more_forward_bytes += made_bytes
         # Where a graph leads to the input, most of what was made belongs to it. Else it goes with the step's variables.
@@ -189,10 +191,12 @@ class Step:
 
     def note_state(self, state_bytes: int) -> None:
         """The state of optimizers is known, now that they have stepped."""
-        if self._start is not None:
-            error_bytes = state_bytes - self._start.state_bytes
-            self._more_forward_bytes += error_bytes
-            self._more_backward_bytes += error_bytes
+        if self._start is None:
+            return
+        # May be less than nothing, where the prediction was too high.
+        error_bytes = state_bytes - self._start.state_bytes
+        self._more_forward_bytes += error_bytes
+        self._more_backward_bytes += error_bytes
 
     # ---------------------------------------------------------------- its calls
 
@@ -200,6 +204,8 @@ class Step:
         """A call has run."""
         self.numbers[call] = len(self.numbers)
         waiting = self.waiting
+        # The running path goes on. If some of its calls had their backward, it stays, and another one begins with the
+        # rest of them.
         if self.paths and waiting == self.paths[-1]:
             self.paths.pop()
         self.paths.append((*waiting, call))
@@ -207,7 +213,10 @@ class Step:
     @property
     def waiting(self) -> tuple[Call, ...]:
         """Calls whose backward is still to come."""
-        return tuple(call for call in self.paths[-1] if call.waits) if self.paths else ()
+        if not self.paths:
+            return ()
+        # A call that waits is always on the last path: each new one takes over those that do.
+        return tuple([call for call in self.paths[-1] if call.waits])
 
     @property
     def is_joint(self) -> bool:
@@ -216,25 +225,38 @@ class Step:
 
     def leave_out(self, plans: Collection[ModulePlans]) -> None:
         """Forget the calls of modules that are planned no more."""
-        paths = [tuple(call for call in path if call.key.plans not in plans) for path in self.paths]
-        self.paths = [path for path in paths if path]
-        self.numbers = {call: number for call, number in self.numbers.items() if call.key.plans not in plans}
+        # The others keep their numbers, by which the meter's marks name them.
+        for call in list(self.numbers):
+            if call.key.plans in plans:
+                del self.numbers[call]
+        paths = []
+        for path in self.paths:
+            rest = tuple([call for call in path if call in self.numbers])
+            if rest:
+                paths.append(rest)
+        self.paths = paths
 
     # ---------------------------------------------------------------- its phases
 
     def as_later(self, phases: Iterable[StepPhase]) -> list[StepPhase]:
         """Its phases, with what later steps hold besides."""
+        # Where nobody has looked at the start, the step was like those before it, and is like later ones.
         start = self._start or StepStart([], is_first=False)
+        phases = list(phases)
+        kinds = [phase.kind for phase in phases]
+        # A backward in front of the loss runs inside of the forward (forces, a gradient penalty): gradients linger.
+        loss_place = kinds.index(PhaseKind.LOSS) if PhaseKind.LOSS in kinds else 0
         has_stepped = False
         later = []
-        for phase in phases:
+        for place, phase in enumerate(phases):
             has_stepped = has_stepped or phase.is_optimizer_step
             if has_stepped and start.optimizers == 1:
                 # The state is there, as in the second closure of LBFGS, and only its history still grows.
                 more_bytes = self.growing_bytes
             elif phase.is_final:
+                # Here the step makes itself what later ones find.
                 more_bytes = 0
-            elif phase.is_backward:
+            elif phase.is_backward and place >= loss_place:
                 more_bytes = start.missing_backward_bytes + self._more_backward_bytes
             else:
                 more_bytes = start.missing_forward_bytes + self._more_forward_bytes
@@ -247,17 +269,26 @@ class Step:
             return "behind the backward"
         if phase.kind is PhaseKind.OPTIMIZER:
             return f"{phase.mark.optimizer}.step"
-        calls = {number: call for call, number in self.numbers.items()}
-        names = [call.key.name for call in calls.values()] or [""]
-        call = calls.get(-1 if phase.mark.call is None else phase.mark.call)
+        marked: Call | None = None
+        names = []
+        for call, number in self.numbers.items():
+            names.append(call.key.name)
+            if number == phase.mark.call:
+                marked = call
+        if not names:
+            names = [""]
         if phase.kind is PhaseKind.START:
             return f"before {names[0]}".strip()
-        if phase.kind is PhaseKind.AFTER and call is not None:
-            return f"behind {call.key.name}".strip()
-        if phase.kind not in (PhaseKind.FORWARD, PhaseKind.BACKWARD) or call is None:
+        if phase.kind is PhaseKind.AFTER and marked is not None:
+            return f"behind {marked.key.name}".strip()
+        if phase.kind not in (PhaseKind.FORWARD, PhaseKind.BACKWARD) or marked is None:
             return f"behind {names[-1]}".strip()
+        # The meter knows of no stages. The simulation knows which of them peaks in this direction.
         is_forward = phase.kind is PhaseKind.FORWARD
-        events = [event for event in call.plan.simulation.events if (event.phase == "forward") == is_forward]
+        plan = marked.plan
+        events = [event for event in plan.simulation.events if (event.phase == "forward") == is_forward]
         highest = max(events, key=lambda event: event.peak_bytes)
-        stage = call.plan.chain.names[highest.stage]
-        return f"{call.key.name}.{stage}" if len(set(names)) > 1 else stage
+        stage = plan.chain.names[highest.stage]
+        if len(set(names)) > 1:
+            return f"{marked.key.name}.{stage}"
+        return stage

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.graph_cut import GraphCut
-from lightning_rotor.capture.sequentialize import SequentialCut
+from lightning_rotor.capture.sequentialize import Cut
 from lightning_rotor.planning.size_bounds import Shapes
 from lightning_rotor.private.autocast import AutocastState, autocast_state
 from lightning_rotor.private.values import tensors_in, tree_leaves
@@ -36,12 +36,12 @@ class Signature:
 
     shapes: Shapes
     kinds: tuple[Kind, ...]
-    cut: SequentialCut | GraphCut
+    cut: Cut
     autocast: AutocastState
     modes: Modes
 
     @classmethod
-    def of(cls, cut: SequentialCut | GraphCut, value: Any, modes: Modes) -> Signature:
+    def of(cls, cut: Cut, value: Any, modes: Modes) -> Signature:
         """The signature of a call with this input of the chain."""
         tensors = tensors_in(value)
         # Behind the shapes stand numbers that only values tell: a packed sequence of the same shape may hold more
@@ -103,12 +103,14 @@ class Signature:
     @property
     def size(self) -> int:
         """Elements of all tensors together."""
+        # Only to find sizes near by: bytes need not be in proportion to it.
         return sum(map(math.prod, self.shapes))
 
 
 def modes_of(module: nn.Module, submodules: Sequence[nn.Module]) -> Modes:
     """Flags of a module's submodules and parameters."""
     training = [submodule.training for submodule in submodules]
+    # A frozen parameter has no gradient to take memory, and one that was cast has other bytes.
     learning = [(parameter.requires_grad, parameter.dtype) for parameter in module.parameters()]
     return tuple(training), tuple(learning)
 

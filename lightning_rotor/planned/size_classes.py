@@ -51,6 +51,7 @@ class SizeClasses:
                 del self._seen[oldest]
             return
         for place, size in enumerate(sizes):
+            # A size that has differed once is rounded for good: a batch that is smaller at the end of an epoch, too.
             if size != seen.first[place]:
                 seen.varies[place] = True
                 seen.largest[place] = max(size, seen.largest[place])
@@ -62,19 +63,27 @@ class SizeClasses:
             return signature
         sizes = []
         for size, varies, largest in zip(flat(signature.shapes), seen.varies, seen.largest, strict=True):
-            if varies and size <= largest:
-                size = min(_rounded_up(size), largest)
-            elif varies:
-                size = _rounded_up(size)
+            if varies:
+                rounded = _rounded_up(size)
+                # Not beyond the largest, where costs would be guesses. A size that is beyond it itself is expected
+                # for a later call, and has no other bound.
+                size = min(rounded, largest) if size <= largest else rounded
             sizes.append(size)
         return with_sizes(signature, sizes)
 
 
 def with_sizes(signature: Signature, sizes: Sequence[int]) -> Signature:
     """The signature with other sizes, in the order of its dimensions."""
-    rest = iter(sizes)
-    shapes = tuple(tuple(next(rest) for _ in shape) for shape in signature.shapes)
-    return signature if shapes == signature.shapes else replace(signature, shapes=shapes)
+    shapes = []
+    start = 0
+    for shape in signature.shapes:
+        end = start + len(shape)
+        shapes.append(tuple(sizes[start:end]))
+        start = end
+    # The same object where nothing changes: dicts find that by identity, without comparing all it has.
+    if tuple(shapes) == signature.shapes:
+        return signature
+    return replace(signature, shapes=tuple(shapes))
 
 
 def moved(signature: Signature, before: Signature, now: Signature) -> Signature:
@@ -92,6 +101,7 @@ def moved(signature: Signature, before: Signature, now: Signature) -> Signature:
 
 def _rounded_up(size: int) -> int:
     """The largest size of a class."""
+    # 0 has no logarithm, and 1 is a class of its own.
     if size <= 1:
         return size
     number = math.ceil(_AN_OCTAVE * math.log2(size) - _ROUNDING)

@@ -36,7 +36,8 @@ from lightning_rotor.planned.budget_source import (
     ProfilerBusy,
 )
 from lightning_rotor.planned.compiled_steps import PRESSED, CompiledSteps
-from lightning_rotor.planned.joint_plans import JointPlans, has_room
+from lightning_rotor.planned.joint_paths import has_room
+from lightning_rotor.planned.joint_plans import JointPlans
 from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
@@ -74,6 +75,8 @@ class StepPlanner(BudgetSource):
         settings: For all modules.
         saved: What an earlier training has left in ``saved``, in plain types for ``weights_only``.
     """
+
+    takes_apart = True
 
     def __init__(
         self,
@@ -449,6 +452,7 @@ class StepPlanner(BudgetSource):
             return partial(foresight, plan, numbers, phases, reserved_bytes)
 
         is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
+        # A first step takes what no later one does, so the next one decides.
         if not is_enough and not step.is_first:
             self._note_excess(highest)
             self._exceeded(step)
@@ -456,16 +460,26 @@ class StepPlanner(BudgetSource):
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
         """Remember for which sizes the limit was kept, as smaller ones keep it too."""
         for call in step.numbers:
+            signature = call.key.signature
+            schedule = call.prepared.schedule
+            # A smaller step takes no more under the same schedule. Under another one it may peak elsewhere.
             if peak_bytes > self.limit.size_bytes:
-                self._kept_sizes.forget(call.key.signature, call.prepared.schedule)
+                self._kept_sizes.forget(signature, schedule)
             else:
-                self._kept_sizes.note(call.key.signature, call.prepared.schedule, step.batch_bytes)
+                self._kept_sizes.note(signature, schedule, step.batch_bytes)
 
     def _learn_draw(self, step: Step, peak_bytes: int) -> None:
         """Compare a step that is not the first with others under the same plans."""
         plans = [call.plan for call in step.numbers]
-        sizes = tuple(call.signature.shapes for call in step.numbers if call.signature is not None)
-        self._draws.learn(plans, peak_bytes, self.limit.size_bytes, sizes=sizes, processes=self.loop.processes)
+        # By the sizes that have come: a plan may be for larger ones, and a smaller batch is no draw.
+        sizes = tuple([call.signature.shapes for call in step.numbers if call.signature is not None])
+        self._draws.learn(
+            plans,
+            peak_bytes,
+            self.limit.size_bytes,
+            sizes=sizes,
+            processes=self.loop.processes,
+        )
 
     def _note_excess(self, highest: StepPhase | None) -> None:
         """Remember the highest peak of steps that no plan has kept inside the limit."""
@@ -501,6 +515,7 @@ class StepPlanner(BudgetSource):
             return
         if self._step is None or self.plan is None:
             return
+        # Nobody knows which of them would have needed less, so each gets less in the next training.
         lowered = False
         for module in self.modules:
             plan = module.plans.plan
@@ -513,6 +528,7 @@ class StepPlanner(BudgetSource):
         self._compilation.close()
         self.watch.drop()
         self._unhook()
+        # Before the modules go, whose plans are saved.
         self.save()
         self.modules.end()
         self._step = None
@@ -566,6 +582,7 @@ class StepPlanner(BudgetSource):
         if step is not None:
             step.shares_budget = True
             held_bytes = sum(call.prepared.held_bytes for call in step.waiting)
+            # What the others will hold is not known, and is small beside half of the budget.
             if leaves_much_room(profile.chain, budget, held_bytes=held_bytes):
                 return budget.reduced_to(budget.available_bytes - held_bytes, "other calls of the step")
         return replace(budget.reduced_to(0, "other calls of the step"), is_provisional=True)
@@ -573,6 +590,7 @@ class StepPlanner(BudgetSource):
     def _joint_budget(self, chain: Chain, copied_bytes: int) -> Budget:
         """Bytes that calls which are alive together may use."""
         self._look_at_start(self._step)
+        # Without a correction: what steps take around these calls is in their joint chain (``around_calls``).
         budget = self.limit.budget(chain, self.modules.all, self._step, correction_bytes=0)
         return replace(budget, lingering_bytes=budget.lingering_bytes + copied_bytes)
 
@@ -632,6 +650,7 @@ class StepPlanner(BudgetSource):
         call = Call(key, event.prepared, event.pending, event.signature)
         step.add(call)
         pending = event.pending()
+        # Steady steps are left alone: nobody reads their marks.
         is_of_interest = self.state is not State.STEADY or self.watch.running
         if pending is not None and is_of_interest:
             pending.on_backward = partial(self._backward_begins, call)
@@ -650,6 +669,7 @@ class StepPlanner(BudgetSource):
         self.plan = plan
         self._become(Event.PLANNED)
         step = self._step
+        # Where lengths differ in nearly every step, planning and watching each by itself took three times a plain step.
         if step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes):
             return
         self.watch.renew()
@@ -673,9 +693,12 @@ class StepPlanner(BudgetSource):
         """Go on without measuring again. False if it is for another model or version, and left aside."""
         if not isinstance(saved, Mapping) or SEAL not in saved or saved[SEAL] != seal_of(saved):
             return False
+        # Of a training that ran as it was compiled, there is no plan to go on with.
         if not {"module", "model", "ceiling_bytes", "records", "corrections"} <= saved.keys():
             return False
-        entries = {entry["module"]: entry for entry in (saved, *saved.get("others", ()))}
+        entries = {}
+        for entry in (saved, *saved.get("others", ())):
+            entries[entry["module"]] = entry
         targets = []
         for entry in entries.values():
             target = _target_in(self.loop.model, entry)

@@ -17,7 +17,9 @@ from lightning_rotor.private.values import plain_parts, sizes_by_address
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.memory_recording import Recording
 
-_STEPS = 3  # that are measured under each plan
+# Steps that are measured under each plan. Not all: a step of many small operators takes three times as long under
+# torch's profiler, which alone shows what the CPU's allocator gives out.
+_STEPS = 3
 
 
 class StepWatch:
@@ -69,6 +71,7 @@ class StepWatch:
 
     def repeat(self) -> None:
         """Measure the next step, too."""
+        # Steps that are still to be measured show it as well.
         self._steps_left = max(self._steps_left, 1)
 
     def give_up(self) -> None:
@@ -92,6 +95,8 @@ class StepWatch:
             until the next plan; the other refusals are for this step.
         """
         on_cpu = loop.device().type == "cpu"
+        # torch's profiler, which does not begin or end inside of a backward (``drop``). A GPU's allocator counts
+        # without it.
         if on_cpu and backward_number() is not None:
             return False
         if on_cpu and loop.profiler_is_taken:
@@ -122,11 +127,14 @@ class StepWatch:
     def mark(self, kind: PhaseKind, *, call: int | None = None, optimizer: str = "") -> None:
         """Begin a phase of the step, if it is measured."""
         self.resume()
-        if self._meter is not None:
-            self._marks.append(Mark(kind, call, optimizer))
-            alive = {address for addresses in self._held.values() for address in addresses}
-            self._gone.append(self._held_bytes.keys() - alive)
-            self._meter.lap(kind.value)
+        if self._meter is None:
+            return
+        self._marks.append(Mark(kind, call, optimizer))
+        alive: set[int] = set()
+        for addresses in self._held.values():
+            alive.update(addresses)
+        self._gone.append(self._held_bytes.keys() - alive)
+        self._meter.lap(kind.value)
 
     def begin_compiling(self) -> None:
         """``torch.compile`` begins to compile."""
@@ -152,6 +160,7 @@ class StepWatch:
         unreported_bytes = 0
         for mark, gone, phase in zip(self._marks, self._gone, recording.phases, strict=True):
             before_bytes = unreported_bytes
+            # What the allocator reported is in the recording's numbers already.
             unreported_bytes = sum(self._held_bytes[address] for address in gone - recording.given_back)
             if self.phases and self.phases[-1].is_optimizer_step and unreported_bytes > before_bytes:
                 self.is_exact = False

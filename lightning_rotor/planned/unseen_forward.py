@@ -24,6 +24,7 @@ class UnseenForward:
     """
 
     active = True
+    compiled = None
 
     def __init__(self, found: Callable[[], None]) -> None:
         self._found = found

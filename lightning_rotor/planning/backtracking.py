@@ -9,7 +9,8 @@ from lightning_rotor.schedule import Item, Leaf, Schedule, Segment
 
 def schedule_at(table: Table, memory: int) -> Schedule:
     """The schedule behind ``table.seconds[memory]``, which must be finite."""
-    open_items: list[list[Item]] = [[]]  # of the segments that are not closed yet, outermost first
+    # Of the segments that are not closed yet, outermost first.
+    open_items: list[list[Item]] = [[]]
     for kind, stage, option in table.traced(memory).tolist():
         if kind == OPEN:
             open_items.append([])

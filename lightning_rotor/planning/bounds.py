@@ -154,15 +154,19 @@ def _with_rooms(
     link: Link, stages: list[LeastStage], forward: list[float], backward: list[float], seconds: float
 ) -> tuple[list[LeastStage], int]:
     """The stages with room for what can be elsewhere in a step of so many seconds, and the most of that."""
-    before_forward = [0.0, *accumulate(forward)]
-    before_backward = [0.0, *accumulate(reversed(backward))][::-1]  # of the stages behind
+    before_forward = list(accumulate(forward, initial=0.0))
+    # Of the stages behind, whose backwards run first.
+    before_backward = list(accumulate(reversed(backward), initial=0.0))
+    before_backward.reverse()
     whole = before_forward[-1] + before_backward[0]
 
     def elsewhere(done: float, left: float) -> int:
         sent = link.out * max(seconds - left, 0.0)
         fetched = link.back * max(seconds - done, 0.0)
         away = math.ceil(min(sent, fetched))
-        return away if link.room_bytes is None else min(away, link.room_bytes)
+        if link.room_bytes is None:
+            return away
+        return min(away, link.room_bytes)
 
     roomier = []
     most_bytes = 0
@@ -192,14 +196,19 @@ def _bound_within(stages: list[LeastStage], budget_bytes: int) -> float:
     reach = min(n, max(longest, 2))
     affordable = int(2 * limits.bound_sums / (n * reach**2))
     slots = max(min(affordable, limits.bound_most_slots), limits.bound_least_slots)
-    gaps: Seconds = np.full((n, n), math.inf)  # least seconds of every run of stages that can be one
+    # Least seconds of every run of stages that can be one.
+    gaps: Seconds = np.full((n, n), math.inf)
     if n > 2:
-        _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=range(1, n - 1), reach=reach).solve()
-        for first in reversed(range(n - reach)):  # longer ones: at least the sum of their parts
+        starts = range(1, n - 1)
+        _Knapsacks(stages, gaps, budget_bytes, slots=slots, starts=starts, reach=reach).solve()
+        for first in reversed(range(n - reach)):
+            # A longer one takes at least the sum of its parts.
             cut = first + reach
             gaps[first, cut:] = gaps[first, cut - 1] + gaps[cut, cut:]
-    whole = _Knapsacks(stages, gaps, budget_bytes, slots=limits.bound_most_slots, starts=range(1), reach=n).solve()
-    return whole * (1 - ROUNDING)
+    # The step is a single gap, which can afford the most slots.
+    most_slots = limits.bound_most_slots
+    step = _Knapsacks(stages, gaps, budget_bytes, slots=most_slots, starts=range(1), reach=n)
+    return step.solve() * (1 - ROUNDING)
 
 
 class _Knapsacks:
@@ -210,7 +219,14 @@ class _Knapsacks:
     """
 
     def __init__(
-        self, stages: list[LeastStage], gaps: Seconds, budget_bytes: int, *, slots: int, starts: range, reach: int
+        self,
+        stages: list[LeastStage],
+        gaps: Seconds,
+        budget_bytes: int,
+        *,
+        slots: int,
+        starts: range,
+        reach: int,
     ) -> None:
         self._stages = stages
         self._gaps = gaps
@@ -229,7 +245,8 @@ class _Knapsacks:
     def solve(self) -> float:
         """Fill in the gaps; returns least seconds from the first start on if the first runs there are the step's."""
         states: dict[_Key, Seconds] = {}
-        forward = 0.0  # the largest bound of all first runs
+        # The largest bound of all first runs.
+        forward = 0.0
         for index in range(self._starts.start, len(self._stages)):
             rows = self._rows(index)
             if index in self._starts:
@@ -259,6 +276,7 @@ class _Knapsacks:
         if stage.recomputable:
             ends = self._least(stage, rows, states, lambda way: way.last_seconds if way.saves else math.inf)
             last = min(way.last_seconds for way in stage.ways)
+            # The largest of all moments counts: of this backward, and of those before it with what this one takes.
             gap = first + np.maximum(ends, best + last)
             if not all(way.saves for way in stage.ways):
                 # Nothing runs for a stage that saves nothing: the gap ends before it.
@@ -267,19 +285,25 @@ class _Knapsacks:
                     before = self._gaps[self._starts.start :, index - 1][rows].copy()
                 own_row = index - self._starts.start - rows.start
                 if own_row < len(before):
-                    before[own_row] = 0.0  # a gap of this stage alone has nothing before it
+                    # A gap of this stage alone has nothing before it.
+                    before[own_row] = 0.0
                 free = min(way.last_seconds for way in stage.ways if not way.saves)
                 gap = np.minimum(gap, before + free)
             gap[~self._unbroken[rows]] = math.inf
             self._gaps[self._starts.start :][rows, index] = gap
         else:
-            self._unbroken[rows] = False  # a stage that must be kept is in no gap
+            # A stage that must be kept is in no gap.
+            self._unbroken[rows] = False
         best = np.maximum(best + stage.kept_seconds, kept)
         self._best[rows] = best
         self._first[rows] = first + stage.first_seconds
 
     def _least(
-        self, stage: LeastStage, rows: slice, states: dict[_Key, Seconds], seconds: Callable[[LeastWay], float]
+        self,
+        stage: LeastStage,
+        rows: slice,
+        states: dict[_Key, Seconds],
+        seconds: Callable[[LeastWay], float],
     ) -> Seconds:
         """By row, the least seconds of the stage and of everything before it that fits beside its backward."""
         least = np.full(rows.stop - rows.start, math.inf)
@@ -287,7 +311,8 @@ class _Knapsacks:
             for (saved, _), before in states.items():
                 room = stage.room_bytes - way.moment_bytes(stage.input_bytes, saved)
                 if room >= 0:
-                    np.minimum(least, before[rows, self._column(room)] + seconds(way), out=least)
+                    column = before[rows, self._column(room)]
+                    np.minimum(least, column + seconds(way), out=least)
         return least
 
     def _forward_moment(self, index: int, states: dict[_Key, Seconds]) -> float:
@@ -315,6 +340,7 @@ class _Knapsacks:
             if again == "kept":
                 self._put(source, before, rows, saved, 0.0)
         self._sources[index] = source
+        # No gap reaches further back, and each of these arrays has a row for every start.
         self._sources.pop(index - self._reach, None)
         after: dict[_Key, Seconds] = {}
         for way in stage.ways:

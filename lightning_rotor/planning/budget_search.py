@@ -74,7 +74,8 @@ class BudgetSearch:
         if self._smallest_bad is None or trial.plan_bytes <= self._smallest_bad.plan_bytes:
             self._smallest_bad = trial
         if self._largest_good is not None and self._largest_good.budget_bytes >= trial.budget_bytes:
-            self._largest_good = None  # it has kept the limit once, and steps differ
+            # It has kept the limit once, and steps differ.
+            self._largest_good = None
         self._overshoots += 1
         may_try = self._overshoots <= _MOST_OVERSHOOTS
         if self._largest_good is not None:

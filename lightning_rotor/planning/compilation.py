@@ -100,6 +100,7 @@ def compiled_kernels(patience_seconds: float = math.inf) -> ModuleType | None:
         if patience_seconds < _COMPILING_SECONDS - (time.time() - _lock(module).stat().st_mtime):
             break
         time.sleep(_POLL_SECONDS)
+    # Whoever waits without an end gets functions that compile when they are first called.
     return module if math.isinf(patience_seconds) or _marker(module).exists() else None
 
 
@@ -108,19 +109,23 @@ def _decorated() -> ModuleType | None:
     """The module whose functions Numba compiles when they are first called, unless it finds their code in its cache."""
     try:
         import numba
-    except ImportError as error:  # Numba raises it, too, if it is too old for NumPy
+    except ImportError as error:
+        # Numba raises it, too, if it is too old for NumPy.
         _log.debug("long chains are planned without compilation: %s", error)
         return None
-    if getattr(numba.config, "DISABLE_JIT", False):  # it would run loops over slots in Python, which take far longer
+    # It would run loops over slots in Python, which take far longer.
+    if getattr(numba.config, "DISABLE_JIT", False):
         return None
     specification = util.spec_from_file_location(_NAME, _SOURCE)
     assert specification is not None
     assert specification.loader is not None
     module = util.module_from_spec(specification)
-    sys.modules[_NAME] = module  # compiled code that is kept finds its types there
+    # Compiled code that is kept finds its types there.
+    sys.modules[_NAME] = module
     try:
         specification.loader.exec_module(module)
-    except RuntimeError as error:  # no place to keep compiled code: compiling takes longer than it saves
+    except RuntimeError as error:
+        # No place to keep compiled code: compiling takes longer than it saves.
         del sys.modules[_NAME]
         _log.info("long chains are planned without compilation, for Numba cannot keep compiled code: %s", error)
         return None
@@ -131,10 +136,12 @@ def _decorated() -> ModuleType | None:
 def _let_compile(module: ModuleType) -> None:
     """Start a process that compiles if no other does, once; it outlives this one."""
     if not sys.executable or getattr(sys, "frozen", False):
-        return  # the program that runs is no Python that could be started again
+        # The program that runs is no Python that could be started again.
+        return
     paths = [[kernels.__name__, _NAME], str(_SOURCE), str(_lock(module)), str(_marker(module)), _NICENESS, sys.path]
     try:
         _lock(module).parent.mkdir(parents=True, exist_ok=True)
+        # Isolated and without site-packages' start-up code: the script sets its own paths.
         command = [sys.executable, "-I", "-S", "-c", _SCRIPT, json.dumps(paths)]
         nowhere = subprocess.DEVNULL
         subprocess.run(command, stdin=nowhere, stdout=nowhere, stderr=nowhere, check=False)
@@ -159,7 +166,8 @@ def _is_being_compiled(module: ModuleType) -> bool:
     except BlockingIOError:
         return True
     except OSError:
-        pass  # there is none, or this file system knows no locks
+        # There is none, or this file system knows no locks.
+        pass
     return False
 
 
@@ -174,8 +182,9 @@ def _marker(module: ModuleType) -> Path:
     import numba
 
     stat = _SOURCE.stat()
-    binding = import_module("llvmlite.binding")  # Numba's
+    binding = import_module("llvmlite.binding")
     processor = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    # All on which Numba makes its cache depend: code of another of these would not be found there.
     key = stat.st_mtime_ns, stat.st_size, sys.version, numba.__version__, processor
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     return Path(module.solve.stats.cache_path) / f"{_SOURCE.stem}.{digest}.complete"

@@ -96,9 +96,16 @@ class Table:
     same.
     """
 
-    def __init__(self, requirements: Requirements, *, slots: int, compiled: bool | None = None) -> None:
+    def __init__(
+        self,
+        requirements: Requirements,
+        *,
+        slots: int,
+        compiled: bool | None = None,
+    ) -> None:
         self._stages = len(requirements.endings)
-        self.requirements, self._ended = requirements, requirements.ended
+        self.requirements = requirements
+        self._ended = requirements.ended
         self.rows = _room_for(requirements, slots + 1)
         self.seconds: Seconds = np.full(slots + 1, math.inf)
         compiled_module = None
@@ -108,21 +115,34 @@ class Table:
             compiled_module = compiled_kernels(_PLAIN_SECONDS * self._stages**3)
         self.is_compiled = compiled_module is not None
         self._kernels: Any = compiled_module or kernels
-        self._last_column_begins, self._floor = int(self.rows.used[-1]), 0
+        # Where rows of the last column are filled in again, over those of another floor.
+        self._last_column_begins = int(self.rows.used[-1])
+        self._floor = 0
 
     def solve(self) -> None:
         """Fill the table, in compiled code block by block: those of a wave do not need each other."""
         top = self._stages - 1
-        if not self.is_compiled:
-            self._fill((0, top), (0, top))
+        if self.is_compiled:
+            self._fill_in_waves(top)
         else:
-            columns = [(begin, min(begin + _BLOCK, top)) for begin in range(0, top, _BLOCK)]
-            with ThreadPoolExecutor(min(_MOST_THREADS, _cores())) as pool:
-                for wave in range(2 * len(columns)):
-                    blocks = range(-(-wave // 2), min(wave + 1, len(columns)))
-                    lengths = [((wave - block) * _BLOCK, (wave - block + 1) * _BLOCK) for block in blocks]
-                    list(pool.map(self._fill, columns[blocks.start :], lengths))
+            # Threads of plain Python would wait for one another's lock.
+            self._fill((0, top), (0, top))
+        # Apart from the others, since it is filled again for another floor.
         self._fill((top, self._stages), (0, self._stages))
+
+    def _fill_in_waves(self, top: int) -> None:
+        """Fill all columns before ``top``, in as many threads as there are cores."""
+        columns = [(begin, min(begin + _BLOCK, top)) for begin in range(0, top, _BLOCK)]
+        with ThreadPoolExecutor(min(_MOST_THREADS, _cores())) as pool:
+            # An interval needs shorter ones with its first stage, and with its last. Blocks of one wave have neither
+            # in common: one column block further right, one length block shorter.
+            for wave in range(2 * len(columns)):
+                blocks = range(-(-wave // 2), min(wave + 1, len(columns)))
+                lengths = []
+                for block in blocks:
+                    shortest = (wave - block) * _BLOCK
+                    lengths.append((shortest, shortest + _BLOCK))
+                list(pool.map(self._fill, columns[blocks.start :], lengths))
 
     def _fill(self, columns: tuple[int, int], lengths: tuple[int, int]) -> None:
         """Fill all intervals that end in some columns and have one of some lengths (less one)."""
@@ -130,26 +150,34 @@ class Table:
 
     def traced(self, memory: int) -> Integers:
         """The schedule behind the seconds for some memory, as :func:`.kernels.traced` returns it."""
-        found: Integers = self._kernels.traced(self.requirements, self.rows, memory)
-        return found
+        items: Integers = self._kernels.traced(self.requirements, self.rows, memory)
+        return items
 
     def solve_last_column(self, *, floor: int) -> None:
         """Fill again what ends with the last stage, unless it is so: keeping that stage must leave ``floor`` slots."""
         if floor == self._floor:
             return
-        self._floor, ended = floor, self._ended.copy()
-        least, taken = ended[-1, ..., LEAST, :], ended[-1, ..., TAKEN, :]
+        self._floor = floor
+        # From what was there first: the floors before must not add up.
+        ended = self._ended.copy()
+        least = ended[-1, ..., LEAST, :]
+        taken = ended[-1, ..., TAKEN, :]
         np.maximum(least, taken + floor, out=least)
         self.requirements = self.requirements._replace(ended=ended)
         self.rows.used[-1] = self._last_column_begins
         self._fill((self._stages - 1, self._stages), (0, self._stages))
 
 
-def _room_for(a: Requirements, size: int) -> Rows:
+def _room_for(needs: Requirements, size: int) -> Rows:
     """Empty rows for a table. Memory that no row needs is never touched, and so never taken."""
-    n = len(a.endings)
-    counts = np.array([*(a.variants * (n - np.arange(n))), *(a.endings * a.class_before[1:])])
-    rows, starts = np.cumsum([1, *counts]), np.cumsum([1, *(counts * size)])
+    n = len(needs.endings)
+    # Rows of each area: bodies by first stage, then rests by last stage.
+    of_bodies = needs.variants * (n - np.arange(n))
+    of_rests = needs.endings * needs.class_before[1:]
+    counts = np.concatenate([of_bodies, of_rests])
+    # Row 0 is zero everywhere, and needs a single number.
+    rows = np.cumsum([1, *counts])
+    starts = np.cumsum([1, *(counts * size)])
     spans = np.zeros((int(rows[-1]), 3), np.int64)
     spans[1:, FIRST] = NEVER
     values = _untouched(int(starts[-1]))
@@ -167,4 +195,7 @@ def _untouched(count: int) -> np.ndarray:
 
 def _cores() -> int:
     """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # Not every system tells. Containers and schedulers of clusters give a process fewer than the machine has.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

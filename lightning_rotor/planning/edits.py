@@ -22,11 +22,14 @@ from lightning_rotor.simulator import first_inverted
 
 def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
     """Every schedule that is one edit away: O(n) for ``n`` stages."""
-    may_invert = any(option.inverts for stage in chain for option in stage.options)
+    may_invert = False
+    for stage in chain:
+        may_invert = may_invert or any(option.inverts for option in stage.options)
     for items in _edited(schedule.items, chain):
         edited = Schedule(items)
+        # An inverted stage may have lost an input that somebody needs. Chains that invert nothing are spared the look.
         if may_invert and first_inverted(chain, edited) is not None:
-            continue  # an inverted stage would lose an input that somebody needs
+            continue
         yield edited
 
 
@@ -36,6 +39,7 @@ def neighbours(chain: Chain, schedule: Schedule) -> list[Schedule]:
     if len(chain) <= effort.current.twice_edited_stages:
         for edited in list(near):
             near.extend(edits(edited, chain))
+    # In the order in which they were found, so that plans are the same in every run.
     return list(dict.fromkeys(near))
 
 
@@ -51,7 +55,10 @@ def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]
 
 
 def _edits_of_segment(
-    before: tuple[Item, ...], segment: Segment, after: tuple[Item, ...], chain: Chain
+    before: tuple[Item, ...],
+    segment: Segment,
+    after: tuple[Item, ...],
+    chain: Chain,
 ) -> Iterator[tuple[Item, ...]]:
     inside = segment.items
     yield (*before, *inside, *after)
@@ -65,22 +72,28 @@ def _edits_of_segment(
             yield (*before, Segment(inside + more), *rest)
             yield (*before, Segment((segment, *more)), *rest)
         case (Leaf(stage) as leaf, *rest) if rest and chain.stages[stage].recomputable:
+            # Only with something behind it: items must not end in a segment.
             yield (*before, Segment((*inside, leaf)), *rest)
 
 
 def _edits_of_leaf(
-    before: tuple[Item, ...], leaf: Leaf, after: tuple[Item, ...], chain: Chain
+    before: tuple[Item, ...],
+    leaf: Leaf,
+    after: tuple[Item, ...],
+    chain: Chain,
 ) -> Iterator[tuple[Item, ...]]:
     for option in _next_options(chain, leaf):
         yield (*before, Leaf(leaf.stage, option), *after)
     wrapped: list[Item] = []
-    for number, item in enumerate((leaf, *after[: effort.current.longest_wrap - 1])):
+    neighbours_behind = after[: effort.current.longest_wrap - 1]
+    for number, item in enumerate((leaf, *neighbours_behind)):
         if isinstance(item, Segment) or not chain.stages[item.stage].recomputable:
             return
         wrapped.append(item)
         behind = after[number:]
         if not behind:
-            return  # at the end of items a segment would be recomputed at once, for nothing
+            # At the end of items a segment would be recomputed at once, for nothing.
+            return
         yield (*before, Segment(tuple(wrapped)), *behind)
 
 
@@ -89,4 +102,6 @@ def _next_options(chain: Chain, leaf: Leaf) -> list[int]:
     options = chain.stages[leaf.stage].options
     by_size = sorted(range(len(options)), key=lambda number: options[number].kept_bytes)
     rank = by_size.index(leaf.option)
-    return by_size[max(rank - 1, 0) : rank] + by_size[rank + 1 : rank + 2]
+    next_less = by_size[max(rank - 1, 0) : rank]
+    next_more = by_size[rank + 1 : rank + 2]
+    return next_less + next_more

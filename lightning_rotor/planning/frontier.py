@@ -117,6 +117,7 @@ class Frontier(Shown):
             UnitError: The size cannot be read.
         """
         budget = parse_bytes(budget_bytes)
+        # Points rise in memory and fall in time, so the last that fits is the fastest.
         index = bisect_right(self.points, budget, key=lambda point: point.peak_bytes)
         if not index:
             least = self.points[0].peak_bytes

@@ -40,8 +40,9 @@ class StepPlan(Plan):
     @classmethod
     def of(cls, plan: Plan, names: Sequence[str], chains: Sequence[Chain]) -> StepPlan:
         """A plan for :func:`joined` of these chains, told apart."""
-        lengths = [len(chain) for chain in chains]
+        lengths = list(map(len, chains))
         schedules = split(plan.schedule, lengths)
+        # Recomputations have a phase of their own, so each stage has one such event.
         held_after_stage = {}
         for event in plan.simulation.events:
             if event.phase == "forward":
@@ -55,7 +56,10 @@ class StepPlan(Plan):
                 held_by_earlier_bytes = held_after_stage[start - 1] - plan.lingering_bytes
             budget_bytes = max(plan.budget_bytes - held_by_earlier_bytes, call.peak_bytes)
             calls.append(replace(call, budget_bytes=budget_bytes))
-        values: dict[str, Any] = {field.name: getattr(plan, field.name) for field in fields(plan)}
+        # Not asdict(), which would turn the chain and the schedule into dictionaries, too.
+        values: dict[str, Any] = {}
+        for field in fields(plan):
+            values[field.name] = getattr(plan, field.name)
         return cls(**values, names=tuple(names), calls=tuple(calls))
 
 
@@ -79,7 +83,10 @@ class Outside:
         """The bytes around larger calls, in proportion; what was less than nothing stays."""
 
         def grown(size_bytes: int) -> int:
-            return math.ceil(size_bytes * factor) if size_bytes > 0 else size_bytes
+            # What was saved at one size need not be saved more of at a larger one.
+            if size_bytes <= 0:
+                return size_bytes
+            return math.ceil(size_bytes * factor)
 
         return Outside(
             grown(self.forward_bytes),
@@ -106,7 +113,9 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
         parts: Of each call its costs, or a plan that it runs under in any case, which becomes a single stage.
         outside: Of each call what the process takes around it; by default nothing.
     """
-    chains = [part.chain if isinstance(part, Plan) else part for part in parts]
+    chains = []
+    for part in parts:
+        chains.append(part.chain if isinstance(part, Plan) else part)
     around = tuple(outside) or (Outside(),) * len(parts)
     # What is there before a call stays until the end of the step, so it never falls from call to call.
     forward_bytes = [outside_call.forward_bytes for outside_call in around]
@@ -125,9 +134,13 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
             # A later call of the module, whose backward comes first, leaves gradients that these are added to.
             is_called_again = name in names[number + 1 :]
             first_skip = len(skips)
-            stages += [_stage_of_call(stage, name, first_skip, gradients_exist=is_called_again) for stage in part]
+            for stage in part:
+                own = _stage_of_call(stage, name, first_skip, gradients_exist=is_called_again)
+                stages.append(own)
             for skip in part.skips:
-                skips.append(replace(skip, born=skip.born + start, uses=_shifted(skip.uses, start)))
+                born = skip.born + start
+                uses = _shifted(skip.uses, start)
+                skips.append(replace(skip, born=born, uses=uses))
         # The code behind a call holds the call's output and leaves its gradient.
         output_bytes = chain.stages[-1].output_bytes
         after_bytes = around[number].after_bytes - before_bytes[number]
@@ -145,18 +158,24 @@ def joined(names: Sequence[str], parts: Sequence[Chain | Plan], outside: Sequenc
             backward_peak_bytes=max(loss_bytes, output_bytes),
             saved_bytes=held_bytes,
             saved_input_bytes=output_bytes,
+            # More than nothing: whoever calls has the next call's input, which no peak counts.
             saved_output_bytes=1,
             input_gradient_bytes=output_bytes,
             parameter_gradient_bytes=0,
         )
         stages.append(users_code)
-    stages[0] = replace(stages[0], pinned_bytes=stages[0].pinned_bytes + before_bytes[0])
+    # Pinned bytes are alive from a stage's forward to the end of the step, as what the user holds is.
+    pinned_bytes = stages[0].pinned_bytes + before_bytes[0]
+    stages[0] = replace(stages[0], pinned_bytes=pinned_bytes)
     stages[-1] = replace(stages[-1], pinned_bytes=backward_bytes)
+    # States and host time of a segment are the device's rather than a call's.
+    rng_state_bytes = [chain.rng_state_bytes for chain in chains]
+    segment_seconds = [chain.segment_seconds for chain in chains]
     return Chain(
         tuple(stages),
         input_bytes=chains[0].input_bytes,
-        rng_state_bytes=max(chain.rng_state_bytes for chain in chains),
-        segment_seconds=max(chain.segment_seconds for chain in chains),
+        rng_state_bytes=max(rng_state_bytes),
+        segment_seconds=max(segment_seconds),
         device=chains[0].device,
         skips=tuple(skips),
     )
@@ -172,18 +191,21 @@ def split(schedule: Schedule, lengths: Sequence[int]) -> list[Schedule]:
     before = 0
     for start, length in zip(first_stages(lengths), lengths, strict=True):
         # The stage behind a call runs once, so no item reaches from one call into another.
-        items = [item for item in schedule.items if start <= item.first < start + length]
-        own = len(items)
-        forward_ends, backward_begins = before + own, 2 * len(schedule.items) - before - own
+        items = []
+        for item in schedule.items:
+            if start <= item.first < start + length:
+                items.append(_shifted_item(item, -start))
+        forward_ends = before + len(items)
+        # Backwards come in the reverse order, so a point is as far from the end as its mirror image from the begin.
+        backward_begins = 2 * len(schedule.items) - forward_ends
         moves = []
         for move in schedule.moves:
-            if before <= move.item < before + own:
+            if before <= move.item < forward_ends:
                 release = _nearest_point(move.release, before, forward_ends, backward_begins)
                 fetch = _nearest_point(move.fetch, before, forward_ends, backward_begins)
                 moves.append(Move(move.item - before, release, fetch))
-        own_items = tuple(_shifted_item(item, -start) for item in items)
-        schedules.append(Schedule(own_items, tuple(moves)))
-        before += own + 1
+        schedules.append(Schedule(tuple(items), tuple(moves)))
+        before = forward_ends + 1
     return schedules
 
 
@@ -205,16 +227,25 @@ def concatenated(schedules: Sequence[Schedule]) -> Schedule:
     """The schedule for :func:`joined` in which each call has its own."""
     items: list[Item] = []
     moves: list[Move] = []
-    starts = first_stages([len(schedule) for schedule in schedules])
-    count = sum(len(schedule.items) + 1 for schedule in schedules)
+    starts = first_stages(list(map(len, schedules)))
+    # With one item for the user's code behind each call.
+    count = len(schedules)
+    for schedule in schedules:
+        count += len(schedule.items)
     for start, schedule in zip(starts, schedules, strict=True):
-        own, before = len(schedule.items), len(items)
+        own = len(schedule.items)
+        before = len(items)
         # The first point of the call's backward.
-        later = 2 * count - before - own
+        backward_begins = 2 * count - before - own
         for move in schedule.moves:
-            release = before + move.release if move.release <= own else later + move.release - own
-            moves.append(Move(before + move.item, release, later + move.fetch - own))
-        items += [_shifted_item(item, start) for item in schedule.items]
+            release = before + move.release
+            if move.release > own:
+                # In the call's backward.
+                release = backward_begins + move.release - own
+            fetch = backward_begins + move.fetch - own
+            moves.append(Move(before + move.item, release, fetch))
+        for item in schedule.items:
+            items.append(_shifted_item(item, start))
         # The user's code behind the call.
         items.append(Leaf(start + len(schedule)))
     return Schedule(tuple(items), tuple(moves))
@@ -265,14 +296,23 @@ def _run_once(
 def _settled_call(name: str, plan: Plan) -> StageCost:
     """A call under a plan that stays, as one stage."""
     output_bytes = plan.chain.stages[-1].output_bytes
-    alone = simulate(joined([name], [plan.chain]), concatenated([plan.schedule]), **plan.conditions)
-    own = [event for event in alone.events if event.stage < len(plan.chain)]
-    forward_peak_bytes = max(event.peak_bytes for event in own if event.phase == "forward")
+    chain = joined([name], [plan.chain])
+    alone = simulate(chain, concatenated([plan.schedule]), **plan.conditions)
+    forward_peak_bytes = 0
+    backward_peak_bytes = 0
+    for event in alone.events:
+        if event.stage >= len(plan.chain):
+            # The user's code behind the call, which the step has a stage of its own for.
+            continue
+        if event.phase == "forward":
+            forward_peak_bytes = max(forward_peak_bytes, event.peak_bytes)
+        else:
+            # Recomputations are a part of the backward: to the rest of the step it is one stage.
+            backward_peak_bytes = max(backward_peak_bytes, event.peak_bytes)
     # The backward of the user's code runs first. Behind it, its gradient is there, and perhaps not all of the output.
     users_backward = next(event for event in alone.events if event.phase == "backward")
     kept_bytes = users_backward.after_bytes - output_bytes
     given_up_bytes = alone.held_bytes - kept_bytes
-    backward_peak_bytes = max(event.peak_bytes for event in own if event.phase != "forward")
     return _run_once(
         name,
         output_bytes=output_bytes,
@@ -288,12 +328,13 @@ def _settled_call(name: str, plan: Plan) -> StageCost:
 
 def _stage_of_call(stage: StageCost, call: str, first_skip: int, *, gradients_exist: bool) -> StageCost:
     """A stage of a call among the others of the step; ``first_skip`` is the number of the call's first skip there."""
-    # A later call of the module has made the gradients, which this one adds to: they are counted there.
     options = []
     for option in stage.options:
         # The number of a skip is its place among all skips of the step.
-        option = replace(option, saved_skips=_shifted(option.saved_skips, first_skip))
+        saved_skips = _shifted(option.saved_skips, first_skip)
+        option = replace(option, saved_skips=saved_skips)
         if gradients_exist:
+            # A later call of the module has made the gradients, which this one adds to: they are counted there.
             peaks = option.backward_peaks(gradients_exist=True)
             option = replace(
                 option,
@@ -310,7 +351,8 @@ def _stage_of_call(stage: StageCost, call: str, first_skip: int, *, gradients_ex
 def _shifted_item(item: Item, by: int) -> Item:
     if isinstance(item, Leaf):
         return replace(item, stage=item.stage + by)
-    return Segment(tuple(_shifted_item(inner, by) for inner in item.items))
+    inside = [_shifted_item(inner, by) for inner in item.items]
+    return Segment(tuple(inside))
 
 
 def _shifted(numbers: Sequence[int], by: int) -> tuple[int, ...]:

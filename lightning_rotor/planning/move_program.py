@@ -43,6 +43,7 @@ from lightning_rotor.simulator import BytesAround
 
 # Slots beyond the budget, for what rounds up.
 _MORE_SLOTS = 4
+# In the place of a way's number.
 _NOT_POSSIBLE, _WAIT = -2, -1
 
 
@@ -98,31 +99,45 @@ class MoveProgram:
     """Schedules of one chain that move something, for budgets up to one; ``slots`` are memory levels to tell apart."""
 
     def __init__(
-        self, chain: Chain, budget_bytes: int, link: Link, *, slots: int, refined: bool, **step: Unpack[BytesAround]
+        self,
+        chain: Chain,
+        budget_bytes: int,
+        link: Link,
+        *,
+        slots: int,
+        refined: bool,
+        **step: Unpack[BytesAround],
     ) -> None:
         unit = budget_bytes / slots
         self._chain = chain
         self.slots = slots + _MORE_SLOTS
-        self._a = requirements_of(chain, unit=unit, refined=refined, **step)
-        table = Table(self._a, slots=self.slots)
+        self._needs = requirements_of(chain, unit=unit, refined=refined, **step)
+        table = Table(self._needs, slots=self.slots)
         table.solve()
-        self._t = table.rows
+        self._table = table.rows
         self._bodies = Bodies(table)
-        self._sources = self._a.bare.shape[1] - 1  # the first of those that pay for the input
+        # The first of those that pay for the input.
+        self._sources = self._needs.bare.shape[1] - 1
+        # One speed for both ways: ``q`` stands for the copies back as well, as the slower ones need it.
         speed = min(link.out, link.back)
         self._slot_seconds = unit / speed
         self._copy_slots = link.latency * speed / unit
-        forward = [0.0, *accumulate(stage.keep.forward_seconds for stage in chain)]
+        forward_seconds = [stage.keep.forward_seconds for stage in chain]
         # Slots that the link carries before each stage; sums are rounded, so that errors cancel.
-        self._carried = [int(seconds * speed / unit) for seconds in forward]
-        self._m, self._q = np.meshgrid(np.arange(self.slots + 1), np.arange(self.slots + 1), indexing="ij")
+        self._carried = [int(seconds * speed / unit) for seconds in accumulate(forward_seconds, initial=0.0)]
+        amounts = np.arange(self.slots + 1)
+        self._m, self._q = np.meshgrid(amounts, amounts, indexing="ij")
         self._rests: dict[tuple[int, int], _Rest] = {}
+        # From behind: every way is followed by the rest behind it.
         for first in reversed(range(len(chain))):
             self._solve(first)
 
     def schedule_at(self, memory: int) -> tuple[Schedule, list[int]] | None:
         """The schedule for so many slots, and the items that it moves; None if there is none."""
-        first, source, m, q = 0, 0, memory, 0
+        first = 0
+        source = 0
+        m = memory
+        q = 0
         items: list[Item] = []
         moved: list[int] = []
         while first < len(self._chain):
@@ -131,17 +146,21 @@ class MoveProgram:
             if chosen == _NOT_POSSIBLE:
                 return None
             if chosen == _WAIT:
+                # A wait is no part of a schedule: whoever runs it waits where the copy is not done.
                 q -= 1
                 continue
             way = rest.ways[chosen]
             if way.moves:
                 moved.append(len(items))
             if way.option is None:
-                items.append(Segment(self._bodies.body(m - q - way.body_shift, first, way.end, way.variant)))
+                body_memory = m - q - way.body_shift
+                body = self._bodies.body(body_memory, first, way.end, way.variant)
+                items.append(Segment(body))
             else:
                 items.append(Leaf(first, way.option))
             m, q = self._after(way, first, m, q)
-            first, source = way.end + 1, way.source
+            first = way.end + 1
+            source = way.source
         return Schedule(tuple(items)), moved
 
     def _after(self, way: _Way, first: int, m: int, q: int) -> tuple[int, int]:
@@ -157,21 +176,27 @@ class MoveProgram:
 
     def _solve(self, first: int) -> None:
         top = len(self._chain) - 1
-        classes = int(self._a.class_before[first + 1] - self._a.class_before[first])
-        # Of the chain's input the caller holds everything.
-        sources = range(classes) if first else range(1)
-        for source in sources:
+        classes = int(self._needs.class_before[first + 1] - self._needs.class_before[first])
+        first_class = self._sources
+        if first == 0:
+            # Of the chain's input the caller holds everything.
+            classes = 1
+            first_class = 0
+        for source in range(classes):
             rest = self._rests[first, source] = _Rest(self.slots + 1)
-            self._keep(rest, first, top, self._sources + source if first else 0)
+            self._keep(rest, first, top, first_class + source)
             if first < top:
                 self._segment(rest, first, top, source)
+            # Last, since waiting leads to what a way would have given with less to carry.
             rest.wait(self._slot_seconds)
 
     def _keep(self, rest: _Rest, first: int, top: int, source: int) -> None:
         """Ways that keep a stage."""
-        choices = kept(self._a, self._t, first, top, 0, source)
-        needs = (self._a.ended[top, 0] if first == top else self._a.kept[first])[source]
-        options = self._a.bare.shape[2]
+        choices = kept(self._needs, self._table, first, top, 0, source)
+        ways = self._needs.kept[first, source]
+        if first == top:
+            ways = self._needs.ended[top, 0, source]
+        options = self._needs.bare.shape[2]
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             option = number % options
             size = int(choices.shift[number])
@@ -180,24 +205,31 @@ class MoveProgram:
             if first == top:
                 rest.lower(seconds, _Way(option, first, size, 0, 0, 0, 0, moves=False))
                 continue
-            way = _Way(option, first, size, 0, 0, 0, int(needs[CLASS, number]), moves=False)
+            way = _Way(option, first, size, 0, 0, 0, int(ways[CLASS, number]), moves=False)
             self._lower(rest, first, seconds, way)
+            # An inverted stage drops what it would move. Which items can, ``simulator.movable`` decides in the end.
             if size > 0 and not self._chain.stages[first].options[option].inverts:
                 self._lower(rest, first, seconds, way._replace(moves=True))
 
     def _segment(self, rest: _Rest, first: int, top: int, source: int) -> None:
         """Ways that begin with a segment."""
-        a = self._a
-        paid = least = variant = 0
+        needs = self._needs
+        paid = 0
+        least = 0
+        variant = 0
         if first:
-            paid = int(a.input_slots[first])
-            least, variant = int(a.segment_least[1, first, source]), int(a.segment_variant[1, first, source])
-        choices = segments(a, self._t, first, top, 0, variant)
+            # The caller pays for the chain's input, each segment for its own.
+            paid = int(needs.input_slots[first])
+            least = int(needs.segment_least[1, first, source])
+            variant = int(needs.segment_variant[1, first, source])
+        choices = segments(needs, self._table, first, top, 0, variant)
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             body_shift = paid + int(choices.shift[number])
             behind = int(choices.other_shift[number])
-            fits = (self._m - paid - self._q >= choices.low[number]) & (self._m - self._q >= least)
-            room = self._m - body_shift - self._q
+            # What is on its way out takes memory until it is there, so it is missing to the forward and to the body.
+            enough = self._m - self._q
+            fits = (enough - paid >= choices.low[number]) & (enough >= least)
+            room = enough - body_shift
             body = self._body_seconds(choices, number)
             seconds = np.where(fits & (room >= 0), body[np.maximum(room, 0)], np.inf)
             way = _Way(None, first + number, paid, behind, body_shift, variant, 0, moves=False)
@@ -207,11 +239,11 @@ class MoveProgram:
 
     def _body_seconds(self, choices: Choices, number: int) -> Seconds:
         """Seconds of the body of a segment, by memory."""
-        start, first, last = self._t.spans[choices.row[number]].tolist()
+        start, first, last = self._table.spans[choices.row[number]].tolist()
         seconds: Seconds = np.full(self.slots + 1, np.inf)
         if first <= self.slots:
             there: Integers = np.arange(first, self.slots + 1)
-            seconds[first:] = self._t.values[start + np.minimum(there, last)] + choices.seconds[number]
+            seconds[first:] = self._table.values[start + np.minimum(there, last)] + choices.seconds[number]
         return seconds
 
     def _lower(self, rest: _Rest, first: int, seconds: Seconds, way: _Way) -> None:

@@ -11,6 +11,7 @@ and then edits of the best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations
@@ -56,33 +57,44 @@ class MovingSearch(ScheduleSearch):
             if by_peak(moved) < by_peak(least):
                 least = moved
         # Other candidates may lead further down. What no budget finds is not there.
-        while (found := self._fastest_of_candidates(self._link, least.peak_bytes - 1)) is not None:
-            # Its moves fill the budget; away for as long as they can be, they leave more of it.
-            items = found.schedule.items
-            moves = tuple(Move.whole(move.item, len(items)) for move in found.schedule.moves)
-            longest = simulate(self.chain, Schedule(items, moves), **self.step)
-            fitting = [each for each in (found, longest, self._all_moved(found.schedule)) if self._fits(each)]
-            least = min(fitting, key=by_peak)
-        return least
+        while True:
+            smaller = self._fastest_of_candidates(self._link, least.peak_bytes - 1)
+            if smaller is None:
+                return least
+            least = self._moved_longer(smaller)
+
+    def _moved_longer(self, simulation: Simulation) -> Simulation:
+        """The smallest of a schedule, itself with what it moves away for longer, and itself with more moved."""
+        # Its moves fill the budget; away for as long as they can be, they leave more of it.
+        items = simulation.schedule.items
+        moves = [Move.whole(move.item, len(items)) for move in simulation.schedule.moves]
+        longest = simulate(self.chain, Schedule(items, tuple(moves)), **self.step)
+        all_moved = self._all_moved(simulation.schedule)
+        fitting = filter(self._fits, (simulation, longest, all_moved))
+        return min(fitting, key=by_peak)
 
     def candidates(self) -> tuple[Simulation, ...]:
         """Schedules from the least peak to no recomputation, by rising peak."""
         if self._link is None:
             return super().candidates()
-        least, most = self.smallest, self.keep_all
+        least = self.smallest
+        most = self.keep_all
+        # A table holds schedules for every budget, but moves are placed for one. So the curve asks budget by budget.
         apart = max((most.peak_bytes - least.peak_bytes) // self.effort.moved_budgets, 1)
-        found = [least, most]
+        by_schedule = {least.schedule: least, most.schedule: most}
         for budget_bytes in range(least.peak_bytes, most.peak_bytes, apart):
             simulation = self.fastest(budget_bytes)
             if simulation is not None:
-                found.append(simulation)
-        return tuple(sorted({each.schedule: each for each in found}.values(), key=by_peak))
+                by_schedule[simulation.schedule] = simulation
+        return tuple(sorted(by_schedule.values(), key=by_peak))
 
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
         best = self._fastest_of_candidates(link, budget_bytes)
+        # To find the least peak takes a search of its own, so it is asked for only where it may be the answer.
         if best is None or best.peak_bytes <= self.smallest_of_tables.peak_bytes:
             least = self.smallest
-            if least.peak_bytes <= budget_bytes and (best is None or by_seconds(least) < by_seconds(best)):
+            is_faster = best is None or by_seconds(least) < by_seconds(best)
+            if least.peak_bytes <= budget_bytes and is_faster:
                 best = least
         if best is None or best.schedule == self.keep_all.schedule:
             return best
@@ -90,6 +102,7 @@ class MovingSearch(ScheduleSearch):
 
     def _fastest_of_candidates(self, link: Link, budget_bytes: int) -> Simulation | None:
         """The fastest candidate that fits, before any edit; None if none does."""
+        # Not slower than a plan that moves nothing, whatever the approximations of the program over the link.
         best = super().fastest(budget_bytes)
         if best is not None and best.schedule == self.keep_all.schedule:
             return best
@@ -97,7 +110,8 @@ class MovingSearch(ScheduleSearch):
             best = self._better(best, schedule, wanted, budget_bytes)
             best = self._better(best, schedule, None, budget_bytes)
         for simulation in self._staying:
-            if best is None or simulation.seconds < best.seconds * (1 - SAME):  # waits only add to it
+            # Moves only add waits to its seconds, so it cannot become the best if it is not faster as it is.
+            if best is None or simulation.seconds < best.seconds * (1 - SAME):
                 best = self._better(best, simulation.schedule, None, budget_bytes)
         return best
 
@@ -108,12 +122,15 @@ class MovingSearch(ScheduleSearch):
     @cached_property
     def _staying(self) -> list[Simulation]:
         """Schedules that move nothing, the fastest first; of long chains few, evenly spread over each table."""
-        found = [self.keep_all]
+        by_schedule = {self.keep_all.schedule: self.keep_all}
         tables = self.tables
         for table in tables:
-            apart = -(-len(tables) * len(table) * len(self.chain) // self.effort.moved_stages)
-            found += [table[stair] for stair in range(0, len(table), max(apart, 1))]
-        return sorted({each.schedule: each for each in found}.values(), key=by_seconds)
+            stages = len(tables) * len(table) * len(self.chain)
+            apart = max(math.ceil(stages / self.effort.moved_stages), 1)
+            for stair in range(0, len(table), apart):
+                simulation = table[stair]
+                by_schedule[simulation.schedule] = simulation
+        return sorted(by_schedule.values(), key=by_seconds)
 
     def _program_schedules(self, link: Link, budget_bytes: int) -> Iterator[tuple[Schedule, Sequence[int]]]:
         """Schedules of the program over memory and link at and near the budget, with what they move."""
@@ -126,22 +143,26 @@ class MovingSearch(ScheduleSearch):
             refined=refined,
             **bytes_around(self.step),
         )
+        # The program rounds, so what it takes for less memory may be the best that fits the budget in bytes.
         seen = set()
         for memory in range(program.slots, program.slots - self.effort.moved_memories, -1):
-            found = program.schedule_at(memory)
-            if found is not None and str(found) not in seen:
-                seen.add(str(found))
-                yield found
+            schedule_and_moved = program.schedule_at(memory)
+            text = str(schedule_and_moved)
+            if schedule_and_moved is not None and text not in seen:
+                seen.add(text)
+                yield schedule_and_moved
 
     def _edited(self, best: Simulation, budget_bytes: int) -> Simulation:
         """The best of a schedule and its edits, and of the edits of that."""
-        left = self.effort.moved_edits // len(self.chain)
         untried = self._edits(best)
-        while left > 0 and (edit := next(untried, None)) is not None:
-            left -= 1
+        for _ in range(self.effort.moved_edits // len(self.chain)):
+            edit = next(untried, None)
+            if edit is None:
+                break
             schedule, wanted = edit
             edited = self._better(best, schedule, wanted, budget_bytes)
             if edited is not None and edited is not best:
+                # On from the better one at once: judging all edits of each would use up the attempts.
                 best = edited
                 untried = self._edits(best)
         return best
@@ -159,16 +180,23 @@ class MovingSearch(ScheduleSearch):
             yield schedule, None
 
     def _better(
-        self, best: Simulation | None, schedule: Schedule, wanted: Sequence[int] | None, budget_bytes: int
+        self,
+        best: Simulation | None,
+        schedule: Schedule,
+        wanted: Sequence[int] | None,
+        budget_bytes: int,
     ) -> Simulation | None:
         """The faster of the best and a schedule with some items moved, by default any; those that can."""
         able = movable(self.chain, schedule.items)
         if wanted is not None:
             able = sorted(set(able) & set(wanted))
         for chosen in self._choices(able):
-            found = placed(self.chain, schedule, chosen, budget_bytes, self.step)
-            if found is not None and (best is None or found.seconds < best.seconds * (1 - SAME)):
-                best = found
+            moved = placed(self.chain, schedule, chosen, budget_bytes, self.step)
+            if moved is None:
+                continue
+            # Only if it is faster by more than the order of sums: else edits could lead in a circle.
+            if best is None or moved.seconds < best.seconds * (1 - SAME):
+                best = moved
         return best
 
     def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -187,4 +215,5 @@ class MovingSearch(ScheduleSearch):
             simulation = simulate(self.chain, Schedule(items, moves), **self.step)
             if self._fits(simulation):
                 return simulation
+            # The first half: items of early stages are away for longest.
             able = able[: len(able) // 2]

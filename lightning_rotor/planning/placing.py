@@ -38,6 +38,7 @@ def placed(
     Returns:
         Its simulation; None if it does not fit whatever moves, or there is no room at the other end of the link.
     """
+    # All away for as long as can be takes least. So what does not fit then fits in no way.
     longest = _longest(chain, schedule, wanted, step)
     if longest.simulation.peak_bytes > budget_bytes:
         return None
@@ -46,10 +47,10 @@ def placed(
     aim_bytes = budget_bytes
     for _ in range(_ATTEMPTS):
         moves = _placed_moves(longest, aim_bytes)
-        found = levels(chain, Schedule(schedule.items, moves), step).simulation
-        if found.peak_bytes <= budget_bytes:
-            return found
-        aim_bytes -= found.peak_bytes - budget_bytes
+        shorter = levels(chain, Schedule(schedule.items, moves), step).simulation
+        if shorter.peak_bytes <= budget_bytes:
+            return shorter
+        aim_bytes -= shorter.peak_bytes - budget_bytes
     return longest.simulation
 
 
@@ -62,10 +63,12 @@ def _longest(chain: Chain, schedule: Schedule, wanted: Sequence[int], step: Cond
         moves = [Move.whole(number, count) for number in wanted[:items]]
         return levels(chain, Schedule(schedule.items, tuple(moves)), step)
 
-    fitting, known = len(wanted), first(len(wanted))
-    if link is None or link.holds(known.simulation.host_bytes):
-        return known
-    low, high = 0, fitting
+    every = first(len(wanted))
+    if link is None or link.holds(every.simulation.host_bytes):
+        return every
+    # More items take more of the other memory, so halving finds the most that it holds.
+    low = 0
+    high = len(wanted)
     while high - low > 1:
         middle = (low + high) // 2
         if link.holds(first(middle).simulation.host_bytes):

@@ -189,6 +189,7 @@ def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:
         Schedule.parse(record["schedule"]),
         plan_file.whole_number(record, "budget_bytes"),
         solve_seconds=record["solve_seconds"],
+        # Of a damaged file it may be 0, with which nothing can be solved.
         slots=max(plan_file.whole_number(record, "slots"), 1),
         gradients_exist=bool(record["gradients_exist"]),
         lingering_bytes=plan_file.whole_number(record, "lingering_bytes"),
@@ -212,6 +213,7 @@ def plan_for(plan: Plan, chain: Chain) -> Plan:
     if plan.chain == chain:
         return plan
     content = plan_file.content_of(plan.chain, plan.to_plain())
+    # By way of a file's content, so that plans in memory and in files are refused for the same reasons.
     return replace(_moved("the plan", content, chain), solve_seconds=plan.solve_seconds)
 
 
@@ -224,6 +226,7 @@ def _moved(what: object, content: Mapping[str, Any], chain: Chain) -> Plan:
     """The plan that :meth:`Plan.save` writes, on a chain; a PlanError if it is another's, or takes too much there."""
     plan_file.check_chain(what, content, chain)
     plan = from_plain({**content, "solve_seconds": 0.0}, chain)
+    # Kernels of another version may take more for themselves, which no fingerprint tells.
     if plan.peak_bytes > plan.budget_bytes:
         raise PlanError(
             f"{what} takes {format_bytes(plan.peak_bytes)} on this machine, which is more than its budget of "

@@ -18,8 +18,9 @@ from lightning_rotor.chain import Chain, StageIdentity
 from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.schedule import shorten
 
-# The second one has a link, for plans that may move what stages hold. All others can still be read by older versions.
-_FORMAT, _FORMAT_WITH_LINK = 1, 2
+_FORMAT = 1
+# Has a link, for plans that may move what stages hold. All others can still be read by older versions.
+_FORMAT_WITH_LINK = 2
 _MOST_BITS = 63
 
 
@@ -41,13 +42,16 @@ def write(path: Path | str, content: Mapping[str, Any]) -> None:
     if "link" in content:
         version = _FORMAT_WITH_LINK
     versioned = {"format": version, **content}
-    Path(path).write_text(json.dumps(versioned, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(versioned, indent=1)
+    Path(path).write_text(f"{text}\n", encoding="utf-8")
 
 
 def read(path: Path | str) -> Mapping[str, Any]:
     """The content of a file of this version; a ``PlanError`` of another version, many others of a damaged file."""
-    content: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    text = Path(path).read_text(encoding="utf-8")
+    content: Mapping[str, Any] = json.loads(text)
     if content["format"] not in (_FORMAT, _FORMAT_WITH_LINK):
+        # Of a damaged file it may be anything, of any length.
         version = shorten(repr(content["format"]))
         raise PlanError(
             f"{path} has format {version}: expected {_FORMAT} or {_FORMAT_WITH_LINK}, written by this version"
@@ -66,12 +70,15 @@ def damage_as_plan_errors(path: Path | str) -> Iterator[None]:
         # All that code meets which takes a value of another kind from a file. Others are faults of our own.
         reason: object = shorten(f"{type(error).__name__}: {error}")
         if isinstance(error, ScheduleError):
+            # It says itself what is wrong where, and has shortened what it quotes.
             reason = error
-        raise PlanError(f"{path} holds no plan ({reason}): expected a file that Plan.save has written") from error
+        message = f"{path} holds no plan ({reason}): expected a file that Plan.save has written"
+        raise PlanError(message) from error
 
 
 def check_chain(what: object, content: Mapping[str, Any], chain: Chain) -> None:
     """Raise a ``PlanError`` unless a plan's content was made for a chain like this one."""
+    # Read even where the fingerprint agrees: a file whose stages are damaged holds no plan.
     stages = [StageIdentity(**with_tuples(stage)) for stage in content["stages"]]
     if content["fingerprint"] != chain.fingerprint:
         difference = _difference(stages, content["device"], chain)
@@ -89,6 +96,7 @@ def whole_number(record: Mapping[str, Any], name: str) -> int:
 
 def with_tuples(value: Any) -> Any:
     """A value from a file with tuples in the place of lists, at any depth."""
+    # JSON has no tuples, and identities of stages are compared with those of a chain, which has no lists.
     if isinstance(value, dict):
         return {key: with_tuples(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,17 +109,23 @@ def _difference(saved: Sequence[StageIdentity], device: str, chain: Chain) -> st
     if device != chain.device:
         return f"device {device!r}, and this chain was measured on {chain.device!r}"
     current = chain.identity
+    # First, since bounds differ from measurements in every stage: a difference in sizes would send users to the model.
     if _differ_in_measurement(saved, current):
-        then_so, now_so = _origin(saved), _origin(current)
+        then_so = _origin(saved)
+        now_so = _origin(current)
         shapes = ", ".join(saved[0].takes)
         return f"what stages cost at {shapes} was {then_so}, and is {now_so} (measure(sample) measures a shape)"
     # From the front: one stage more or less shifts all behind it, so the first difference is the one to look at.
     for number, (then, now) in enumerate(zip_longest(saved, current)):
         if then is None or now is None or then.name != now.name:
-            there, here = _name_or_none(then), _name_or_none(now)
+            there = _name_or_none(then)
+            here = _name_or_none(now)
             return f"stage {number} was {there} of {len(saved)}, and is {here} of {len(chain)}"
+        # Before sizes, which follow from it.
         if then.takes != now.takes:
-            return f"stage {now.name!r} took {', '.join(then.takes)}, and takes {', '.join(now.takes)}"
+            took = ", ".join(then.takes)
+            takes = ", ".join(now.takes)
+            return f"stage {now.name!r} took {took}, and takes {takes}"
         for field in ("output_bytes", "options", "skips"):
             before, after = getattr(then, field), getattr(now, field)
             if before != after:
@@ -123,8 +137,9 @@ def _differ_in_measurement(saved: Sequence[StageIdentity], current: Sequence[Sta
     """True if one of two chains for the same input was measured, and the other follows from other shapes."""
     input_then = saved[0].name, saved[0].takes
     input_now = current[0].name, current[0].takes
-    is_same_input = input_then == input_now
-    return is_same_input and len(saved) == len(current) and _origin(saved) != _origin(current)
+    if input_then != input_now or len(saved) != len(current):
+        return False
+    return _origin(saved) != _origin(current)
 
 
 def _origin(stages: Sequence[StageIdentity]) -> str:
@@ -134,4 +149,6 @@ def _origin(stages: Sequence[StageIdentity]) -> str:
 
 
 def _name_or_none(stage: StageIdentity | None) -> str:
-    return "no such stage" if stage is None else repr(stage.name)
+    if stage is None:
+        return "no such stage"
+    return repr(stage.name)

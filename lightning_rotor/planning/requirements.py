@@ -63,21 +63,29 @@ def requirements_of(
     variants = []
     for index in range(stages):
         holds_anything = bool(held[index, index:].any())
-        variants.append(options.variants(index, refined=refined, holding=holds_anything))
+        of_stage = options.variants(index, refined=refined, holding=holds_anything)
+        variants.append(of_stage)
+    # What a stage pins lives until the graph dies, so it is there when later stages run, and not when its own does.
     pinned_before = np.cumsum([0, *(stage.pinned_bytes for stage in chain)])[:stages]
     in_forward = lingering_bytes + pinned_before + skips.in_forward
     base = options.bases(_in_slots(states, unit), _in_slots(in_forward, unit))
     kept, ended = options.ways(variants)
     # Ways are the options, and perhaps once more all of them with the input free.
     repeats = kept.shape[-1] // options.seconds.shape[-1]
-    recording = options.recording(base) if repeats > 1 else np.zeros((0, stages + 1, stages), np.int64)
+    # Only ways with a free input ask what recording everything takes.
+    recording = np.zeros((0, stages + 1, stages), np.int64)
+    if repeats > 1:
+        recording = options.recording(base)
     segment_variant, segment_least = options.segments(variants)
+    # A recomputation's base is added by the loops, since it depends on the ending. The forward has only one.
     peak_in_recomputation = _discard_peaks(chain, 0 * in_forward, skips, unit)
     peak_in_forward = _discard_peaks(chain, in_forward, skips, unit)
+    # The caller pays for the chain's input, so boundary 0 has no class.
+    class_counts = [0, *map(len, options.classes[1:stages])]
     return Requirements(
-        endings=np.array([len(endings) for endings in options.endings]),
+        endings=np.array(list(map(len, options.endings))),
         variants=np.array([len(variant.columns) for variant in variants]),
-        class_before=np.cumsum([0, 0, *(len(classes) for classes in options.classes[1:stages])]),
+        class_before=np.cumsum([0, *class_counts]),
         outermost=_outermost(chain),
         base=base,
         trigger=options.triggers(),
@@ -128,24 +136,34 @@ class _Options:
         self._unit = unit
         # What a keep-all forward has retained before each stage, its input not included: the places in the chain at
         # which sizes are rounded, so that the errors of neighbours cancel.
-        retained = [_input_bytes(chain, index) + stage.keep.saved_bytes for index, stage in enumerate(chain)]
+        retained = []
+        for index, stage in enumerate(chain):
+            retained.append(_input_bytes(chain, index) + stage.keep.saved_bytes)
         self._before = [0, *accumulate(retained)]
         self.classes = [_classes(chain, boundary) for boundary in range(stages + 1)]
         # By stage: what recomputations that end there find alive, and what the backward takes before them.
         self.endings: list[list[tuple[int, int]]] = [[] for _ in chain]
-        self.input_slots = np.array([self._input_slots(index, _input_bytes(chain, index)) for index in range(stages)])
-        self._gives_up_input = [
-            stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index) for index, stage in enumerate(chain)
-        ]
+        input_slots = []
+        # An outermost segment can tell that its input is not needed again only if the backward goes on to where the
+        # input comes from, as in the simulator.
+        self._gives_up_input = []
+        for index, stage in enumerate(chain):
+            input_slots.append(self._input_slots(index, _input_bytes(chain, index)))
+            gets_gradient = stage.keep.input_gradient_bytes > 0 or skips.learn_in(index, index)
+            self._gives_up_input.append(gets_gradient)
+        self.input_slots = np.array(input_slots)
         # Least memory of the recorded forward, of one that stops at the last saved tensor, and of a backward without.
         self._forward = np.full(shape, NEVER)
         self._replay = np.full(shape, NEVER)
         self._bare = np.full(shape, NEVER)
         self._retained = np.zeros(shape, np.int64)
         self._output_class = np.zeros(shape, np.int64)
-        self._freed = np.zeros(shape, np.int64)  # of the input, if nobody else holds it
+        # Of the input, if nobody else holds it.
+        self._freed = np.zeros(shape, np.int64)
         self._ending = np.full(shape, -1)
-        self._paid = np.zeros((stages, max(map(len, self.classes)), most), np.int64)  # of the input, by its class
+        # Of the input, by its class.
+        most_classes = max(map(len, self.classes))
+        self._paid = np.zeros((stages, most_classes, most), np.int64)
         # Least memory of the backward by who holds the input: of a kept stage, and of one that ends a recomputation.
         self._backward = np.full((stages, 5, most), NEVER)
         self._last_backward = np.full((stages, 5, most), NEVER)
@@ -168,6 +186,7 @@ class _Options:
         """Slots of bytes; of retained ones by the place in the chain where they start."""
         first = start_bytes / self._unit
         last = (start_bytes + size_bytes) / self._unit
+        # Both ends are rounded, not the size: errors of neighbours cancel.
         return math.floor(last + 0.5) - math.floor(first + 0.5)
 
     def _input_slots(self, index: int, size_bytes: int) -> int:
@@ -186,6 +205,7 @@ class _Options:
         classes = self.classes[index + 1]
         output_class = option.saved_output_bytes, option.needs_exact_output
         if output_class not in classes:
+            # Classes tell exact outputs apart only where the next stage might drop its input.
             output_class = option.saved_output_bytes, False
         self._output_class[at] = classes.index(output_class)
         for class_before, (saved_bytes, is_exact) in enumerate(self.classes[index]):
@@ -195,9 +215,11 @@ class _Options:
             else:
                 paid = self._input_slots(index, min(input_bytes, saved_bytes + option.saved_input_bytes))
             self._paid[index, class_before, number] = paid
-        if not option.inverts:  # what an inverted stage frees is never paid for
+        if not option.inverts:
+            # What an inverted stage frees is never paid for.
             self._freed[at] = self.input_slots[index] - self._paid[index, 0, number]
         self.seconds[at] = option.seconds
+        # A recomputation stops at the last saved tensor of the stage that ends it: a replay, which is shorter.
         self.last_seconds[at] = option.replay_seconds + option.backward_seconds
         self.bare_seconds[at] = option.backward_seconds + self._chain.stages[index].discard_seconds
 
@@ -205,7 +227,8 @@ class _Options:
         """Read the needs of an option's backward; ``base`` is alive whatever the schedule."""
         peaks = option.backward_peaks(gradients_exist=gradients_exist)
         own_bytes = base + option.saved_bytes + self._skips.retained(index, option, self._chain)
-        if index < len(self._chain) - 1:  # else the output is the caller's, and part of the base already
+        if index < len(self._chain) - 1:
+            # Else the output is the caller's, and part of the base already.
             own_bytes += option.saved_output_bytes
         input_bytes = _input_bytes(self._chain, index)
         freed_bytes = input_bytes - min(input_bytes, option.saved_input_bytes)
@@ -216,17 +239,23 @@ class _Options:
             (self._last_backward, 0, option.saved_state_bytes),
         ):
             alive_bytes = own_bytes + copies_bytes
-            plain = self._slots(alive_bytes + max(peaks.plain_bytes, least_bytes))
-            nested = self._slots(max(alive_bytes + max(peaks.plain_bytes, least_bytes) - freed_bytes, 0))
+            plain_bytes = alive_bytes + max(peaks.plain_bytes, least_bytes)
+            plain = self._slots(plain_bytes)
+            nested = self._slots(max(plain_bytes - freed_bytes, 0))
             segment = self._slots(alive_bytes + max(peaks.segment_bytes, least_bytes))
             held = self._slots(alive_bytes + max(peaks.held_bytes, least_bytes))
-            backward[index, :, number] = plain, nested, segment, held, held  # in the order PLAIN .. SAVED
-            if option.inverts:  # the input must be its own
+            # In the order PLAIN .. SAVED.
+            backward[index, :, number] = plain, nested, segment, held, held
+            if option.inverts:
+                # It drops its input and rebuilds it, so the input must be its own.
                 backward[index, NESTED : HELD + 1, number] = NEVER
         if not option.saved_tensors:
-            self._bare[index, number] = self._slots(base + max(peaks.plain_bytes, option.unpack_peak_bytes))
+            peak_bytes = max(peaks.plain_bytes, option.unpack_peak_bytes)
+            self._bare[index, number] = self._slots(base + peak_bytes)
             return
-        ending = self._slots(base + option.unpack_bytes), self._slots(base + option.unpack_peak_bytes)
+        trigger = self._slots(base + option.unpack_peak_bytes)
+        # Options that find the same alive end a recomputation in the same way, and share a row of the table.
+        ending = self._slots(base + option.unpack_bytes), trigger
         if ending not in self.endings[index]:
             self.endings[index].append(ending)
         self._ending[index, number] = self.endings[index].index(ending)
@@ -238,24 +267,37 @@ class _Options:
         serves all, unless segments differ in the states that they take from that memory.
         """
         if index == 0:
+            # The caller holds the chain's input, whatever the schedule.
             return _Variants([HELD], [0] * 4, [0] * 4)
         frees = bool(self._freed[index].any())
-        has_a_choice = sum(not option.inverts for option in self._chain.stages[index].options) > 1
+        # An inverted option is no choice here: with an input that anybody else holds it is never allowed.
+        options = self._chain.stages[index].options
+        has_a_choice = sum(not option.inverts for option in options) > 1
         if not has_a_choice and not (refined and (holding or frees)):
-            return _Variants([NESTED], [0] * 4, self._last_backward[index, :4].min(axis=1).tolist())
+            need = self._last_backward[index, :4].min(axis=1)
+            return _Variants([NESTED], [0] * 4, need.tolist())
         columns: list[int] = []
         of = [0] * 4
-        holders = (NESTED, HELD) if self._gives_up_input[index] else (NESTED, SEGMENT, HELD)
+        holders = [NESTED, HELD]
+        if not self._gives_up_input[index]:
+            holders.insert(1, SEGMENT)
         for holder in holders:
-            # A nested segment has given up what its first stage does not save: that is more than a least memory.
-            comparable = [column for column in columns if column != NESTED or not frees]
-            alike = [column for column in comparable if self._are_alike(index, holder, column)]
-            if alike:
-                of[holder] = columns.index(alike[0])
-            else:
+            alike = self._first_alike(index, holder, columns, frees=frees)
+            if alike is None:
+                alike = len(columns)
                 columns.append(holder)
-                of[holder] = len(columns) - 1
+            of[holder] = alike
         return _Variants(columns, of, [0] * 4, are_apart=True)
+
+    def _first_alike(self, index: int, holder: int, columns: list[int], *, frees: bool) -> int | None:
+        """The first variant whose holder makes no other difference than this one; None if each does."""
+        for variant, other in enumerate(columns):
+            # A nested segment has given up what its first stage does not save: that is more than a least memory.
+            if frees and other == NESTED:
+                continue
+            if self._are_alike(index, holder, other):
+                return variant
+        return None
 
     def _are_alike(self, index: int, holder: int, other: int) -> bool:
         """True if it makes no difference to a stage's backward which of two holds the input."""
@@ -263,23 +305,24 @@ class _Options:
         last = self._last_backward[index]
         return bool((kept[holder] == kept[other]).all() and (last[holder] == last[other]).all())
 
-    # From here on arrays of Requirements.
-
     def segments(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
         """Variant of a segment that pays for its input, and its least memory."""
         shape = 2, len(variants), self._paid.shape[1]
         variant = np.zeros(shape, np.int64)
         least = np.full(shape, NEVER)
         for index in range(1, len(variants)):
+            of_stage = variants[index]
             for number, (saved_bytes, _) in enumerate(self.classes[index]):
                 for is_top in (0, 1):
+                    # Recomputations hand tensors out once, so a segment inside of one always gives its input up.
                     holder = NESTED
                     if is_top and not self._gives_up_input[index]:
                         holder = SEGMENT
+                    # What the stage before has saved, nobody can give up.
                     if saved_bytes:
                         holder = HELD
-                    variant[is_top, index, number] = variants[index].of[holder]
-                    least[is_top, index, number] = self.input_slots[index] + variants[index].need[holder]
+                    variant[is_top, index, number] = of_stage.of[holder]
+                    least[is_top, index, number] = self.input_slots[index] + of_stage.need[holder]
         return variant, least
 
     def ways(self, variants: list[_Variants]) -> tuple[Integers, Integers]:
@@ -287,9 +330,13 @@ class _Options:
         stages, options = self._forward.shape
         bodies = max(len(variant.columns) for variant in variants)
         # By stage, True if a segment that starts there may count its input as free.
-        frees = self._freed.any(axis=1) & np.array([variant.are_apart for variant in variants])
+        are_apart = np.array([variant.are_apart for variant in variants])
+        frees = self._freed.any(axis=1) & are_apart
+        # Each way is one more sum of rows for every interval, so ways with a free input only where there are some.
         count = 2 * options if frees.any() else options
-        kept = np.zeros((stages, bodies + self._paid.shape[1], 5, count), np.int64)
+        sources = bodies + self._paid.shape[1]
+        kept = np.zeros((stages, sources, 5, count), np.int64)
+        # What is not filled in below, such as options that a stage lacks, is never allowed.
         kept[:, :, [FORWARD, LEAST]] = NEVER
         kept[:, :, RECORDED] = -NEVER
         ended = np.stack([kept] * max(map(len, self.endings)), axis=1)
@@ -297,7 +344,8 @@ class _Options:
             for source, holder in enumerate(variant.columns):
                 self._put_ways(kept, ended, index, source, holder, paid=0 * self._forward[index], input_slots=0)
             if index == 0:
-                continue  # the caller pays for the chain's input
+                # The caller pays for the chain's input.
+                continue
             for number, (saved_bytes, _) in enumerate(self.classes[index]):
                 holder = SAVED if saved_bytes else PLAIN
                 paid = self._paid[index, number]
@@ -306,25 +354,39 @@ class _Options:
         for index in np.flatnonzero(frees).tolist():
             # A recomputed nested segment gives up its input; what the first stage does not save serves the backwards.
             # The recomputation must do without it, which surely works if it could keep everything.
-            retained, freed = self._retained[index], self._freed[index]
+            retained = self._retained[index]
+            freed = self._freed[index]
             least = np.where(freed > 0, self._backward[index, NESTED], NEVER)
+            # In the order FORWARD .. RECORDED.
             free = self._forward[index], least, retained - freed, self._output_class[index], retained
             kept[index, 0, :, options:] = free
         return kept, ended
 
     def _put_ways(
-        self, kept: Integers, ended: Integers, index: int, source: int, holder: int, *, paid: Integers, input_slots: int
+        self,
+        kept: Integers,
+        ended: Integers,
+        index: int,
+        source: int,
+        holder: int,
+        *,
+        paid: Integers,
+        input_slots: int,
     ) -> None:
         """Needs of one stage whose input comes from one source; ``paid`` is taken for the input, by option."""
         options = len(paid)
         taken = paid + self._retained[index]
         output = self._output_class[index]
         least = paid + self._backward[index, holder]
-        kept[index, source, :RECORDED, :options] = input_slots + self._forward[index], least, taken, output
+        # The forward runs beside the whole input, of which the stage may then keep a part.
+        forward = input_slots + self._forward[index]
+        # In the order FORWARD .. CLASS.
+        kept[index, source, :RECORDED, :options] = forward, least, taken, output
         last_least = paid + self._last_backward[index, holder]
         for ending in range(len(self.endings[index])):
-            replay = np.where(self._ending[index] == ending, self._replay[index], NEVER)
-            ended[index, ending, source, :RECORDED, :options] = input_slots + replay, last_least, taken, output
+            is_own = self._ending[index] == ending
+            replay = input_slots + np.where(is_own, self._replay[index], NEVER)
+            ended[index, ending, source, :RECORDED, :options] = replay, last_least, taken, output
 
     def bare(self, variants: list[_Variants]) -> Integers:
         """Least memory for backwards that need no recomputation. Without one, segments hold their input to the end."""
@@ -340,16 +402,19 @@ class _Options:
     def bases(self, remembered: Integers, forward: Integers) -> Integers:
         """Memory alive whenever stages run forward: by the ending of their recomputation, or in the step's forward."""
         stages = len(self.endings)
-        bases = np.full((max(map(len, self.endings)), stages, stages), NEVER)
+        most_endings = max(map(len, self.endings))
+        bases = np.full((most_endings, stages, stages), NEVER)
         for last, endings in enumerate(self.endings):
             for number, (base, _) in enumerate(endings):
                 bases[number, :, last] = base + remembered[:, last]
+        # Intervals up to the last stage exist in the step's own forward alone.
         bases[0, :, -1] = forward
         return bases
 
     def triggers(self) -> Integers:
         """Memory that backwards take before they start a recomputation."""
-        triggers = np.full((len(self.endings), max(map(len, self.endings))), NEVER)
+        most_endings = max(map(len, self.endings))
+        triggers = np.full((len(self.endings), most_endings), NEVER)
         for last, endings in enumerate(self.endings):
             triggers[last, : len(endings)] = [trigger for _, trigger in endings]
         return triggers
@@ -362,11 +427,14 @@ class _Options:
         for ending, (base, needs) in enumerate(zip(bases, recording, strict=True)):
             # From behind: running a stage must leave enough for all that follow.
             for first in reversed(range(stages)):
-                forward = self.input_slots[first] + self._forward[first, 0] + base[first, first:]
-                needs[first, first:] = np.maximum(forward, taken[first] + needs[first + 1, first:])
+                input_slots = self.input_slots[first]
+                forward = input_slots + self._forward[first, 0] + base[first, first:]
+                following = taken[first] + needs[first + 1, first:]
+                needs[first, first:] = np.maximum(forward, following)
                 if ending < len(self.endings[first]):
                     option = int(np.argmax(self._ending[first] == ending))
-                    needs[first, first] = self.input_slots[first] + self._replay[first, option] + base[first, first]
+                    replay = self._replay[first, option]
+                    needs[first, first] = input_slots + replay + base[first, first]
         return recording
 
 
@@ -383,22 +451,26 @@ def _classes(chain: Chain, boundary: int) -> tuple[_Class, ...]:
     """Parts of a boundary that the stage before may save; always among them is nothing, for it may be in a segment."""
     if boundary == 0:
         return ((0, False),)
-    inverted = boundary < len(chain) and any(option.inverts for option in chain.stages[boundary].options)
-    saved = {
-        (option.saved_output_bytes, inverted and option.needs_exact_output)
-        for option in chain.stages[boundary - 1].options
-    }
-    return tuple(sorted({(0, False), *saved}))
+    may_be_dropped = False
+    if boundary < len(chain):
+        may_be_dropped = any(option.inverts for option in chain.stages[boundary].options)
+    saved = {(0, False)}
+    for option in chain.stages[boundary - 1].options:
+        # Each class makes rows of the table, so classes are told apart only where it matters.
+        saved.add((option.saved_output_bytes, may_be_dropped and option.needs_exact_output))
+    return tuple(sorted(saved))
 
 
 def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
     """By stage, bytes alive at its backward whatever the schedule."""
     bases = [0] * len(chain)
-    gradient_bytes = 0  # of parameters of the stages behind
+    # Of parameters of the stages behind.
+    gradient_bytes = 0
     for index in reversed(range(len(chain))):
         stage = chain.stages[index]
         bases[index] = chain.always_bytes + gradient_bytes + chain.passing_gradient_bytes(index)
         if gradients_exist:
+            # New ones are added to those that exist, and live no longer: all but those that wait for another stage.
             gradient_bytes = stage.waiting_gradient_bytes
         else:
             gradient_bytes += stage.keep.parameter_gradient_bytes
@@ -407,9 +479,13 @@ def _backward_bases(chain: Chain, gradients_exist: bool) -> list[int]:
 
 def _outermost(chain: Chain) -> Integers:
     """By last stage, the first of the longest segment that may end there: behind the last stage that must be kept."""
-    behind_kept = [0 if stage.recomputable else index + 1 for index, stage in enumerate(chain)]
+    behind_kept = [0] * len(chain)
+    for index, stage in enumerate(chain):
+        if not stage.recomputable:
+            behind_kept[index] = index + 1
     outermost = np.maximum.accumulate(behind_kept)
-    outermost[-1] = 0  # the step's own forward, which starts at the first stage
+    # The step's own forward, which starts at the first stage.
+    outermost[-1] = 0
     return outermost
 
 
@@ -421,7 +497,8 @@ def _discard_peaks(chain: Chain, alive_before: Integers, skips: RetainedSkips, u
     peaks = np.zeros((stages, stages), np.int64)
     for first in range(stages):
         levels = own[first:] + inputs[first:] + skips.carried(first)
-        levels[0] = own[first]  # somebody else pays for the input of the first stage
+        # Somebody else pays for the input of the first stage.
+        levels[0] = own[first]
         peaks[first, first:] = np.floor(np.maximum.accumulate(levels) / unit + 0.5)
     return peaks
 
@@ -433,6 +510,7 @@ def _state_bytes(chain: Chain) -> Integers:
     draws = np.array([stage.draws_random for stage in chain], bool)
     remembered = np.zeros((stages, stages), np.int64)
     for first in range(stages):
+        # One state of the generators serves all stages of a segment that draw.
         generators = chain.rng_state_bytes * np.logical_or.accumulate(draws[first:])
         remembered[first, first:] = np.cumsum(buffers[first:]) + generators
     return remembered

@@ -37,15 +37,18 @@ class RetainedSkips:
         self.handed_on = np.zeros((stages, stages), np.int64)
         self.from_birth: set[int] = set()
         self._births = np.zeros(stages, np.int64)
-        self._spans: list[tuple[int, int, int]] = []  # of those from birth: maker, last reader, size
+        # Of those from birth: maker, last reader, size.
+        self._spans: list[tuple[int, int, int]] = []
         for number, skip in enumerate(chain.skips):
             born, last, size = skip.born, skip.last_use, skip.size_bytes
             if skip.in_output:
                 self.in_forward[born + 1 :] += size
                 continue
             if born < 0:
-                continue  # a part of the chain's input, which the caller holds
+                # A part of the chain's input, which the caller holds.
+                continue
             is_saved_by_maker = number in chain.stages[born].keep.saved_skips
+            # Which of several readers is the first to need it depends on the schedule. The maker is always there.
             if not readers_pay and (len(skip.uses) > 1 or is_saved_by_maker):
                 self.from_birth.add(number)
                 self._births[born] += size
@@ -54,6 +57,7 @@ class RetainedSkips:
             else:
                 reader = skip.uses[0]
                 self.in_forward[born + 1 : reader + 1] += size
+                # A segment around its reader but not its maker holds it, from the first pass to the recomputation.
                 self.held[born + 1 : reader + 1, reader:] += size
 
     def retained(self, index: int, option: Option, chain: Chain) -> int:

@@ -36,7 +36,11 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
     limits = effort.current
     sums_per_slot = stages**3 / 6
     numbers_per_slot = stages**2
-    affordable = min(limits.cheap_sums / sums_per_slot, limits.cheap_numbers / numbers_per_slot, limits.most_slots)
+    affordable = min(
+        limits.cheap_sums / sums_per_slot,
+        limits.cheap_numbers / numbers_per_slot,
+        limits.most_slots,
+    )
     return max(slots, int(affordable))
 
 
@@ -50,26 +54,33 @@ class ScheduleSearch:
         self.effort = effort.current
         # Tables share what they judge. All that is judged of a long chain, with its events, would take 100 MB.
         remembered = max(self.effort.judged_stages // len(chain), 1)
-        self._judge: Callable[[Schedule], Simulation] = lru_cache(remembered)(partial(simulate, chain, **step))
+        judge = partial(simulate, chain, **step)
+        self._judge: Callable[[Schedule], Simulation] = lru_cache(remembered)(judge)
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
     def fastest(self, budget_bytes: int) -> Simulation | None:
         """The fastest schedule that fits; None if none does."""
         if self.keep_all.peak_bytes <= budget_bytes and no_schedule_is_faster(self.chain):
-            return self.keep_all  # saves the table, which takes seconds for a long chain
+            # Saves the table, which takes seconds for a long chain.
+            return self.keep_all
         of_tables = [table.fastest(budget_bytes) for table in self._for_all]
-        reaching = [top for top in self._finer_tops if budget_bytes <= self.effort.beyond * top]
-        if reaching:
-            finest = self._up_to(reaching[-1])
-            of_tables.append(finest.fastest(budget_bytes))
+        finest = None
+        for top in self._finer_tops:
+            if budget_bytes <= self.effort.beyond * top:
+                finest = top
+        if finest is not None:
+            # Only the one whose slots suit the budget best: tables are made when they are asked for.
+            of_tables.append(self._up_to(finest).fastest(budget_bytes))
         fitting = [simulation for simulation in of_tables if simulation is not None]
         if self.keep_all.peak_bytes <= budget_bytes:
             fitting.append(self.keep_all)
+        # The least peak is known after many simulations, so it is asked for only where it may be the answer.
         least_bytes = self._for_all[0].lowest_bytes * (1 + self.effort.close)
         if of_tables[0] is None or of_tables[0].peak_bytes <= least_bytes:
-            if self.smallest_of_tables.peak_bytes > budget_bytes:
+            smallest = self.smallest_of_tables
+            if smallest.peak_bytes > budget_bytes:
                 return None
-            fitting.append(self.smallest_of_tables)
+            fitting.append(smallest)
         return min(fitting, key=by_seconds, default=None)
 
     @cached_property
@@ -107,11 +118,15 @@ class ScheduleSearch:
         candidates = [self.smallest, self.keep_all]
         tables = self.tables
         for table in tables:
-            apart = max(len(table) * len(tables) * len(self.chain) // self.effort.curve_stages, 1)
+            stages = len(table) * len(tables) * len(self.chain)
+            apart = max(stages // self.effort.curve_stages, 1)
             candidates += [table[stair] for stair in range(0, len(table), apart)]
+        # By identity: to compare two simulations is to compare all their events.
         distinct = {id(simulation): simulation for simulation in candidates}
         least = by_peak(self.smallest)
-        return tuple(sorted((each for each in distinct.values() if by_peak(each) >= least), key=by_peak))
+        # A stair that nobody has judged before may lie below: what no budget finds is not there.
+        above = [simulation for simulation in distinct.values() if by_peak(simulation) >= least]
+        return tuple(sorted(above, key=by_peak))
 
     @cached_property
     def keep_all(self) -> Simulation:
@@ -130,8 +145,11 @@ class ScheduleSearch:
     @cached_property
     def _for_all(self) -> tuple[Candidates, ...]:
         """Candidates for every budget, under both rules for skips if they differ; the simulator decides."""
-        rules = (False, True) if retains_from_birth(self.chain) else (False,)
-        return tuple(self._up_to(self._most_bytes, readers_pay=rule) for rule in rules)
+        tables = [self._up_to(self._most_bytes)]
+        if retains_from_birth(self.chain):
+            # One rule charges more than some schedules take, the other less.
+            tables.append(self._up_to(self._most_bytes, readers_pay=True))
+        return tuple(tables)
 
     @cached_property
     def _finer_tops(self) -> tuple[int, ...]:
@@ -159,20 +177,36 @@ class ScheduleSearch:
 
     def _solve(self, most_bytes: int, readers_pay: bool) -> Candidates:
         table, unit, is_exact = solved_table(
-            self.chain, most_bytes, self.slots, readers_pay=readers_pay, **bytes_around(self.step)
+            self.chain,
+            most_bytes,
+            self.slots,
+            readers_pay=readers_pay,
+            **bytes_around(self.step),
         )
         uncertain_bytes = _uncounted_bytes(self.chain)
         if not is_exact:
             uncertain_bytes += math.ceil(2 * unit)
-        few_options = sum(len(stage.options) for stage in self.chain) <= self.effort.edited_options
+        # Edits of a schedule are as many as its options, and each is simulated.
+        options = sum(len(stage.options) for stage in self.chain)
+        few_options = options <= self.effort.edited_options
         thorough = few_options and len(self.chain) <= self.effort.refined_stages
-        return Candidates(self.chain, table, unit, is_exact, self._judge, uncertain_bytes, thorough, self.effort)
+        return Candidates(
+            self.chain,
+            table,
+            unit,
+            is_exact,
+            self._judge,
+            uncertain_bytes,
+            thorough,
+            self.effort,
+        )
 
 
 def keep_all_fastest(chain: Chain) -> Schedule:
     """Schedule without any recomputation, not even of inputs from outputs; every stage runs its fastest option."""
     leaves = []
     for number, stage in enumerate(chain):
+        # Pairs, so that any option that keeps its input comes before all that rebuild it.
         costs = [(option.inverts, option.seconds) for option in stage.options]
         leaves.append(Leaf(number, costs.index(min(costs))))
     return Schedule(tuple(leaves))
@@ -208,11 +242,19 @@ def solved_table(
     chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[BytesAround]
 ) -> tuple[Table, float, bool]:
     """The table for budgets up to so many bytes, the bytes of a slot, and True if every size is whole slots."""
+    # If a slot can be a divisor of every size, nothing rounds, and the table's count is right but for what it leaves
+    # out.
     divisor = math.gcd(*_sizes_in(chain), step.get("lingering_bytes", 0))
     is_exact = divisor * slots >= most_bytes
     unit = float(divisor) if is_exact else most_bytes / slots
     refined = len(chain) <= effort.current.refined_stages
-    requirements = requirements_of(chain, unit=unit, refined=refined, readers_pay=readers_pay, **step)
+    requirements = requirements_of(
+        chain,
+        unit=unit,
+        refined=refined,
+        readers_pay=readers_pay,
+        **step,
+    )
     # A little more than everything takes, for what rounds up.
     table = Table(requirements, slots=math.ceil(most_bytes / unit) + len(chain) // 16 + 4)
     table.solve()
@@ -221,13 +263,20 @@ def solved_table(
 
 def _uncounted_bytes(chain: Chain) -> int:
     """Bytes by which the approximations of an exact table may be wrong."""
-    states = sum(stage.state_bytes for stage in chain)
+    # The states that nested segments remember, and what a discarded pass holds for stages that will be inverted.
+    state_bytes = 0
     for stage in chain:
-        states += sum(option.saved_bytes for option in stage.options if option.inverts)
+        state_bytes += stage.state_bytes
+        for option in stage.options:
+            if option.inverts:
+                state_bytes += option.saved_bytes
     if any(stage.draws_random for stage in chain):
-        states += chain.rng_state_bytes
-    largest_of_skips = [max(skip.size_bytes, *skip.gradient_bytes) for skip in chain.skips]
-    return 4 * states + max(largest_of_skips, default=0)
+        state_bytes += chain.rng_state_bytes
+    # A skip has one fixed holder in the table, and is held by others in some schedules.
+    skip_bytes = 0
+    for skip in chain.skips:
+        skip_bytes = max(skip_bytes, skip.size_bytes, *skip.gradient_bytes)
+    return 4 * state_bytes + skip_bytes
 
 
 def _sizes_in(chain: Chain) -> list[int]:
@@ -245,4 +294,9 @@ def _sizes_in(chain: Chain) -> list[int]:
 
 def _byte_fields(costs: Option | StageCost) -> list[int]:
     """Values of all fields that count bytes; 0 for None."""
-    return [getattr(costs, field.name) or 0 for field in fields(costs) if field.name.endswith("_bytes")]
+    # By the names of fields, so that a new size of a chain needs no line here.
+    sizes = []
+    for field in fields(costs):
+        if field.name.endswith("_bytes"):
+            sizes.append(getattr(costs, field.name) or 0)
+    return sizes

@@ -55,10 +55,14 @@ class SizeBound:
 
 def bound_at(wanted: Shapes, measured: Sequence[tuple[Shapes, Chain]]) -> SizeBound | None:
     """The lowest bound for some shapes; None if all that was measured is much smaller."""
+
+    def by_bytes(candidate: _Candidate) -> tuple[float, bool]:
+        return candidate.total_bytes, not candidate.is_near
+
     # Many bounds are possible, and only the best is put together.
-    candidates = sorted(_candidates(wanted, measured), key=lambda each: (each.total_bytes, not each.is_near))
-    for candidate in candidates:
-        with suppress(UnlikeChainsError):  # two measurements that differ in more than sizes
+    for candidate in sorted(_candidates(wanted, measured), key=by_bytes):
+        # Two measurements that differ in more than sizes have no line between them, and others may.
+        with suppress(UnlikeChainsError):
             return SizeBound(candidate.chain(), candidate.measurement, candidate.is_near)
     return None
 
@@ -82,7 +86,8 @@ def _candidates(wanted: Shapes, measured: Sequence[tuple[Shapes, Chain]]) -> Ite
             is_near = growth <= _NEAR_GROWTH and _growth(wanted, shapes) <= _NEAR_GROWTH
             yield _Candidate(totals[number] * factor, is_near, number, partial(_scaled, chain, factor))
         if growth <= 1:
-            continue  # as large as wanted, so a line to an even larger one is higher
+            # As large as wanted, so a line to an even larger one is higher.
+            continue
         for larger_number, (larger_shapes, larger_chain) in enumerate(measured):
             share = _share(shapes, wanted, larger_shapes)
             if share is None:
@@ -95,7 +100,17 @@ def _candidates(wanted: Shapes, measured: Sequence[tuple[Shapes, Chain]]) -> Ite
 
 def _total_bytes(chain: Chain) -> int:
     """A measure of how much a chain takes, to compare bounds by."""
-    return sum(stage.output_bytes + stage.keep.saved_bytes + stage.keep.backward_peak_bytes for stage in chain)
+    total_bytes = 0
+    for stage in chain:
+        total_bytes += stage.output_bytes
+        total_bytes += stage.keep.saved_bytes
+        total_bytes += stage.keep.backward_peak_bytes
+    return total_bytes
+
+
+def most_growth(shapes: Shapes, wanted: Shapes) -> float:
+    """The most by which any cost may grow from some shapes to others; 1 if no dimension is larger."""
+    return _growth(shapes, wanted) ** _DEGREE
 
 
 def _growth(shapes: Shapes, wanted: Shapes) -> float:
@@ -128,13 +143,19 @@ def flat(shapes: Shapes) -> list[int]:
 
 
 def _scaled(chain: Chain, factor: float) -> Chain:
-    if factor == 1.0:  # as for every size below all measured ones
+    # As for every size below all measured ones: the chain itself is no copy, and has no size that was rounded.
+    if factor == 1.0:
         return chain
     return _rounded_up([chain], lambda values: values[0] * factor)
 
 
 def _between(smaller: Chain, larger: Chain, share: float) -> Chain:
-    return _rounded_up([smaller, larger], lambda values: values[0] + share * max(0, values[1] - values[0]))
+    def on_the_line(values: Sequence[float]) -> float:
+        least, most = values
+        # Seconds have their noise, and a line that falls would be no bound.
+        return least + share * max(0, most - least)
+
+    return _rounded_up([smaller, larger], on_the_line)
 
 
 def _rounded_up(chains: Sequence[Chain], cost: Callable[[Sequence[float]], float]) -> Chain:

@@ -86,8 +86,11 @@ class Solver(MovingSearch):
     def plan(self, budget_bytes: int) -> Plan:
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
         start = time.perf_counter()
-        simulation = self.fastest(budget_bytes) if is_positive_integer(budget_bytes) else None
+        simulation = None
+        if is_positive_integer(budget_bytes):
+            simulation = self.fastest(budget_bytes)
         if simulation is None:
+            # With the least budget whatever was asked for, as users have to know it in either case.
             raise self._refusal(budget_bytes)
         return self._plan(simulation, budget_bytes, time.perf_counter() - start)
 
@@ -98,7 +101,15 @@ class Solver(MovingSearch):
         return self._plan(least, least.peak_bytes, time.perf_counter() - start)
 
     def _plan(self, simulation: Simulation, budget_bytes: int, seconds: float) -> Plan:
-        return Plan(self.chain, simulation.schedule, budget_bytes, simulation, seconds, slots=self.slots, **self.step)
+        return Plan(
+            self.chain,
+            simulation.schedule,
+            budget_bytes,
+            simulation,
+            seconds,
+            slots=self.slots,
+            **self.step,
+        )
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
         """The error that names the least budget and the stage that sets it."""
@@ -106,14 +117,15 @@ class Solver(MovingSearch):
         stage = self.chain.stages[least.peak_stage].name
         allowed_bytes = budget_bytes if isinstance(budget_bytes, int) else 0
         gradient_bytes = 0
+        # Gradients that exist are a part of what the process holds, and of no chain's minimum.
         if not self.step.get("gradients_exist"):
             gradient_bytes = _gradient_bytes_at_peak(self.chain, least)
+        # Apart: two sizes that round to the same digits would make a message that contradicts itself.
         budget, minimum = formatted_apart(allowed_bytes, least.peak_bytes)
         cause, remedy = cause_and_remedy(allowed_bytes, least.peak_bytes, stage, gradient_bytes)
         reason = f"this chain's minimum {minimum} ({cause})"
-        if is_positive_integer(budget_bytes):
-            message = f"budget {budget} is below {reason}: {remedy}{hint_of_units(allowed_bytes)}"
-        else:
+        message = f"budget {budget} is below {reason}: {remedy}{hint_of_units(allowed_bytes)}"
+        if not is_positive_integer(budget_bytes):
             message = f"budget is {budget_bytes!r}: expected a positive integer of bytes, and at least {reason}"
         return BudgetError(
             message,
@@ -126,7 +138,9 @@ class Solver(MovingSearch):
 
 def _gradient_bytes_at_peak(chain: Chain, simulation: Simulation) -> int:
     """Bytes of the parameter gradients that the step has made by its peak."""
-    gradient_bytes = at_peak_bytes = peak_bytes = 0
+    gradient_bytes = 0
+    at_peak_bytes = 0
+    peak_bytes = 0
     for event in simulation.events:
         if event.phase == "backward":
             gradient_bytes += chain.stages[event.stage].keep.parameter_gradient_bytes
@@ -140,6 +154,7 @@ def cause_and_remedy(budget_bytes: int, minimum_bytes: int, stage: str, gradient
     """For the message of a BudgetError, what sets the minimum of a chain, and what the user can do."""
     cause = f"set by {stage!r}"
     remedy = "raise mem_limit or lower the batch size"
+    # Where gradients are most of the minimum, the stage alone would send users to look for its activations.
     if 2 * gradient_bytes >= minimum_bytes:
         cause += f", with {format_bytes(gradient_bytes)} of new parameter gradients"
         if gradient_bytes >= budget_bytes:

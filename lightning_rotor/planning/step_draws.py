@@ -13,7 +13,8 @@ from lightning_rotor.planning.plan import Plan
 _UNLIKE, _UNLIKE_BY_THREADS = 0.003, 0.1
 # After so many steps that have not exceeded all before, half as many are measured; at least one in so many.
 _CALM_STEPS, _MOST_APART = 64, 64
-_MOST_FOLLOWED = 64  # sets of plans
+# Sets of plans.
+_MOST_FOLLOWED = 64
 # Draws that leave so many times their spread free are not looked for. On a GPU no two steps of a convolutional network
 # have the same peak, and watching all of them took 2 ms of 10.
 _ROOM = 8

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import getclosurevars, unwrap
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +81,44 @@ def compiled_method_of(module: nn.Module, name: str) -> Any | None:
     return compiled if is_own and original.__func__ is getattr(type(module), name) else None
 
 
+class CompiledCall(NamedTuple):
+    """What runs when a module is called that was compiled as a whole.
+
+    Attributes:
+        slot: Key of the module's ``__dict__`` under which something else can stand in its place.
+        run: What ``torch.compile`` has returned, bound to the module.
+        uncompiled: What was given to it, bound to the module, too.
+        get_compiler_config: torch's function behind which the settings are, see :func:`settings_told_by`.
+    """
+
+    slot: str
+    run: Callable[..., Any]
+    uncompiled: Callable[..., Any]
+    get_compiler_config: Any
+
+
+def compiled_call_of(module: nn.Module) -> CompiledCall | None:
+    """What runs when a module is called that the user compiled as a whole, in whatever way; None for any other."""
+    slot = "forward"
+    told_by: Any = module
+    run: Any
+    uncompiled: Any
+    if is_compiler_wrapper(module):
+        run, uncompiled = module.__dict__["forward"], module_inside(module).__call__
+    elif is_compiled_in_place(module):
+        slot, run, uncompiled = COMPILED_CALL, module.__dict__[COMPILED_CALL], module._call_impl
+        told_by = run
+    elif compiled_method_of(module, "forward") is not None:
+        run = told_by = module.__dict__["forward"]
+        uncompiled = unwrap(run)
+    elif has_compiled_method(module, "forward") and "forward" not in module.__dict__:
+        run = told_by = MethodType(type(module).forward, module)
+        uncompiled = MethodType(unwrap(type(module).forward), module)
+    else:
+        return None  # a function of another module's in the place of the forward counts for none, too
+    return CompiledCall(slot, run, uncompiled, getattr(told_by, "get_compiler_config", None))
+
+
 @contextmanager
 def compilation_heard(begins: Callable[[], None], ends: Callable[[], None]) -> Iterator[None]:
     """Context in which these are called when ``torch.compile`` begins and ends to compile, a backward's graph too."""
@@ -125,7 +163,11 @@ class CompilerSettings(NamedTuple):
 
 def compiler_settings(module: nn.Module) -> CompilerSettings | None:
     """Settings that a module was compiled with, behind its ``get_compiler_config``; None if torch does not tell."""
-    compiled = module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL)
+    return settings_told_by(module if is_compiler_wrapper(module) else getattr(module, COMPILED_CALL))
+
+
+def settings_told_by(compiled: Any) -> CompilerSettings | None:
+    """Settings behind the ``get_compiler_config`` of what ``torch.compile`` has returned; None if torch tells none."""
     ask = getattr(compiled, "get_compiler_config", None)
     if not isinstance(ask, FunctionType):
         return None
@@ -147,6 +189,23 @@ def compiler_settings(module: nn.Module) -> CompilerSettings | None:
 def is_inductor(backend: Any) -> bool:
     """True if a backend is what ``torch.compile`` takes by default."""
     return type(backend).__name__ == "_TorchCompileInductorWrapper"
+
+
+def is_aot_eager(backend: Any) -> bool:
+    """True if a backend is ``"aot_eager"``: it traces forward and backward as Inductor does, and compiles nothing."""
+    # torch.compile wraps what is registered under the name.
+    function = getattr(backend, "compiler_fn", backend)
+    return getattr(function, "__qualname__", "") == "aot_eager" and function.__module__.startswith("torch._dynamo.")
+
+
+def aot_eager_under(partition: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend ``"aot_eager"`` with a function that splits joint graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
 
 
 def activation_budget(budget: float) -> AbstractContextManager[Any]:

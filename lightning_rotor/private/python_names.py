@@ -10,6 +10,7 @@ import ctypes
 import dis
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import takewhile
 from struct import calcsize, pack
 from types import FrameType
@@ -85,3 +86,32 @@ class PassesForItsValue:
 
     value: Any
     __class__ = property(lambda self: type(self.value))
+
+
+# Numbers in C, and semaphores.
+#
+# ``multiprocessing.Value`` and ``Event``, with which processes tell each other how far training is, hold them. Neither
+# has an attribute that shows its value.
+
+C_DATA: tuple[type, ...] = (ctypes.c_int.__mro__[-2],)
+"""The base of all types of :mod:`ctypes`."""
+
+
+def _semaphores() -> tuple[type, ...]:
+    try:
+        semaphores = import_module("_multiprocessing").SemLock
+    except (ImportError, AttributeError):
+        return ()
+    return (semaphores,)
+
+
+SEMAPHORES = _semaphores()
+"""The type of a semaphore of :mod:`multiprocessing`; none on a system that has none."""
+
+
+def value_of_semaphore(semaphore: Any) -> Any:
+    """How often a semaphore may be taken now; None where the system does not tell, as on macOS."""
+    try:
+        return semaphore._get_value()
+    except (AttributeError, NotImplementedError):
+        return None

@@ -34,6 +34,7 @@ class Accelerator:
         peak = self.half_flops if element_bytes <= 2 else self.flops
         arithmetic = operations / (_ARITHMETIC_EFFICIENCY * peak)
         movement = moved_bytes / (_BANDWIDTH_EFFICIENCY * self.bandwidth)
+        # Arithmetic and copies of one kernel overlap, so the slower of them decides.
         return max(arithmetic, movement, _LAUNCH_SECONDS)
 
 

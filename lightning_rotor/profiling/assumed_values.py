@@ -41,6 +41,7 @@ class AssumedValues(private.TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except (private.DataDependentOutputException, private.DynamicOutputShapeException):
+            # Only where torch has no answer: what follows from known values stays what it is.
             self.assumed_values += 1
             return self.answer(func, args, kwargs)
 
@@ -51,6 +52,7 @@ class AssumedValues(private.TorchDispatchMode):
             return self._scalar(args[0].dtype)
         if func in (_aten.equal.default, _aten.allclose.default):
             return True
+        # In the real run the result has at most as many rows, so the costs are a bound.
         if packet in (_aten.index, _aten.index_put, _aten.index_put_):
             return func(args[0], _without_masks(args[1]), *args[2:], **kwargs)
         if packet in (_aten._unique2, _aten.unique_consecutive, _aten.unique_dim, _aten._unique):
@@ -84,6 +86,7 @@ def _repeat_interleave(repeats: torch.Tensor, *_: Any, **__: Any) -> torch.Tenso
 
 
 def _places_of_all_boxes(boxes: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    # None overlaps another, so none is suppressed.
     return boxes.new_empty(len(boxes), dtype=torch.int64)
 
 
@@ -182,6 +185,7 @@ class AssumedArrays(TorchFunctionMode):
             return self._array(args[0])
         if func is torch.Tensor.__deepcopy__:
             return _copied(*args)
+        # Of padded sequences the third argument is the list of weights, of packed ones it is the state.
         if func in private.RECURRENT and isinstance(args[2], (torch.Tensor, tuple)) and is_fake(args[0]):
             return _run_packed(func, *args)
         if func is private.pad_sequences and is_fake(args[0]):
@@ -195,6 +199,7 @@ class AssumedArrays(TorchFunctionMode):
         with private.no_dispatch():
             if value is None:
                 self._counts.assumed_values += 1
+                # NumPy needs memory: as everywhere, numbers are 1 and masks are true.
                 value = torch.ones(tensor.shape, dtype=tensor.dtype)
             return value.numpy()
 
@@ -219,7 +224,7 @@ def _run_packed(
     is_lstm = isinstance(state, tuple)
     states = state if is_lstm else (state,)
     # One sequence starts from one state: the second dimension is the batch.
-    first_states = tuple(each[:, :1].contiguous() for each in states)
+    first_states = tuple(state_of_all[:, :1].contiguous() for state_of_all in states)
     batch_first = False
     output, *last_states = func(data.unsqueeze(1), first_states if is_lstm else first_states[0], *settings, batch_first)
     expanded = [last.expand_as(given) for last, given in zip(last_states, states, strict=True)]

@@ -67,6 +67,7 @@ class Profile:
         """For each stage, the places in it of the modules whose buffers a first pass remembers."""
         places_by_stage = []
         for stage, state in zip(self.stages, self.states, strict=True):
+            # Places, and not the modules: they mean the same in a copy of the model, and in another process.
             places = [place for place, (_, module) in enumerate(stage.submodules()) if module in state.remembered]
             places_by_stage.append(places)
         return places_by_stage
@@ -106,6 +107,7 @@ def profile_over(
     starts = [0, *accumulate(group_sizes)]
     if starts[-1] != len(stages) or len(chain) != len(starts) - 1:
         raise ValueError("the costs are of other stages than the model has")
+    # All options but the first are inverses, or variants: code that was compiled in the process that measured.
     if any(not option.inverts for cost in chain for option in cost.options[1:]):
         raise ValueError("a compiled stage was measured with variants, which only measuring compiles")
     groups = [range(start, end) for start, end in pairwise(starts)]
@@ -115,6 +117,7 @@ def profile_over(
     for stage, cost in zip(merged_stages, chain, strict=True):
         if any(not _can_run(stage, option) for option in cost.options):
             raise ValueError("a stage was measured with an inverse that the model has no more")
+    # One for the chain, since equal normalization layers write to it in turn.
     scratch: dict[tuple[nn.Module, str], Statistic] = {}
     states = []
     for stage, places, kinds in zip(merged_stages, remembered, drawn, strict=True):

@@ -109,15 +109,19 @@ def profile_chain(
     """
     _require_stages(stages)
     require_tensors(sample)
+    # The planner may have to be compiled. It is, in another process, while this one measures.
     prepare_for(len(stages))
     device = tensors_in(sample)[0].device
     parameters = {parameter for stage in stages for parameter in stage.parameters()}
     drawn: set[str] = set()
+    # ``torch.autograd.grad``, by which stages are measured, cannot call the hooks of several parameters.
     with undisturbed(device) as generators, without_hooks_of_several(parameters), _setting_back(drawn, generators):
         meter = meter or meter_for(device)
         if meter.needs_warm_up:
+            # Taken inside of a run, they would be counted as that stage's, and be missing in the next.
             take_workspaces(device)
         inputs = _inputs_of(stages, sample)
+        # All processes scan the same stages: a message in one of them must find its partner in the others.
         with ranks.alike([stage.name for stage in stages]):
             findings = scan(stages, inputs, device, block_bytes=meter.block_bytes, ranks=ranks, unused=unused_outputs)
             profiler = _ChainProfiler(
@@ -240,6 +244,7 @@ class _MeasuredStage:
 def _alone(profiler: StageProfiler) -> Iterator[StageProfiler]:
     """Context in which a stage can run as often as one likes, and leaves everything as it was."""
     with (
+        # All the time: a message in the middle of a measured run would wait for other processes.
         gathered(units_in(profiler.stage.modules)),
         kept_attributes(profiler.stage, keep_parameters=False) as before,
         lent_buffers(profiler.stage),
@@ -307,14 +312,14 @@ class _ChainProfiler:
         self._chain: list[_MeasuredStage] = []
 
     def look_for_messages(self) -> None:
-        """Run all stages with their backwards, those that look the same once: the scan has seen forwards alone.
-
-        That comes before anything that may end measuring on one process, as a profiler does that is taken there.
-        """
+        """Run all stages with their backwards, those that look the same once."""
+        # The scan has seen forwards alone. This comes before anything that may end measuring on one process, as a
+        # profiler does that is taken there.
         seen = set[Any]()
         for number, boundary in self._walk(self.stages):
             stage = self._chain_stage(number, boundary)
             key = stage.key(())
+            # A stage that one process has seen before must run all the same if another has not.
             if self._ranks.any(key not in seen):
                 with _alone(replace(stage.profiler, boundary=boundary)) as profiler:
                     look_for_messages(profiler)
@@ -325,6 +330,7 @@ class _ChainProfiler:
         for number, boundary in walk(stages, self._inputs):
             yield number, boundary
             for start in self.behaviours[number].starts[:1]:
+                # Only those that the stage draws from: another thread may draw from the others.
                 start.restore(self.behaviours[number].drawn)
 
     def measure(self, progress: Progress | None) -> None:
@@ -336,11 +342,13 @@ class _ChainProfiler:
             assert measurement is not None
             self._chain.append(_MeasuredStage(stage, measurement, ()))
             if previous is not None:
+                # At once, while its input is there: later the chain would have to run up to it again.
                 self._measure_as_given(number - 1, previous)
             previous = boundary
             if progress is not None:
                 progress(number + 1, len(self.stages))
         # What a stage is given depends on later ones alone, so each forward is enough for at least the last of these.
+        # Longer rows of unlike stages that hand on an order are rare, so there are few rounds.
         while stale := self._stale_stages():
             for number, boundary in self._walk(self.stages[: stale[0] + 1]):
                 if number in stale:
@@ -349,6 +357,7 @@ class _ChainProfiler:
     def _stale_stages(self) -> list[int]:
         """Stages that must be measured again, and need their input for that; last ones first."""
         stale = []
+        # All but the last stage, whose output's gradient is the caller's.
         for number in reversed(range(len(self._chain) - 1)):
             if not self._measure_as_given(number, None):
                 stale.append(number)
@@ -376,6 +385,7 @@ class _ChainProfiler:
         boundary: Boundary | None,
     ) -> StageMeasurement | None:
         """The measurement of a stage, made once for all that look the same; None if it needs a boundary to be made."""
+        # Equal stages share a measurement, whatever layer of the model they are.
         key = stage.key(layouts)
         # Where processes run together, one that knows a stage must run it all the same if another does not.
         if self._ranks.any(key not in self._measurements):
@@ -387,6 +397,7 @@ class _ChainProfiler:
 
     def _measured(self, stage: _ChainStage, profiler: StageProfiler) -> StageMeasurement:
         """A stage's measurement, made now; notes from which generators its backward draws."""
+        # Another thread may draw from those that no stage is known to draw from, so they are left alone.
         before = GeneratorStates(self._device)
         others = before.kinds - self._drawn if before.shared else frozenset()
         with leaving_alone(others):
@@ -413,6 +424,7 @@ class _ChainProfiler:
                 kin = identity, profiler.boundary.signature
                 measurement = with_variants(profiler, measurement, self._compiled, kin, self._variant_seconds)
             if stage.way is not None:
+                # Last, since an inverse is judged against the stage as it is kept.
                 measurement = with_inverse(replace(profiler, way=stage.way), measurement)
             cost = measurement.cost
             # A discarded forward packs each tensor that autograd would save, only to drop it.
@@ -430,10 +442,12 @@ class _ChainProfiler:
                     left[key] = number + 1, layout
         for place, skip in enumerate(self._chain[number].stage.profiler.ends.skips):
             reader = self._next_reader(skip, number)
+            # Nobody behind has been measured that reads it. So its gradient lies like its tensor, as far as is known.
             if reader is None:
                 continue
             measured = self._chain[reader]
             its_place = measured.stage.profiler.ends.skips.index(skip)
+            # A reader knows a skip by a place of its own.
             its_layout = measured.measurement.gradients.layouts.get(its_place)
             if its_layout is not None:
                 left[place] = reader, its_layout
@@ -473,6 +487,7 @@ class _ChainProfiler:
             shared=self._shared[number],
         )
         identity = stage_identity(stage, self._compiled), boundary.signature
+        # Here, where there is an input to try the inverse on.
         way, objection = _way(number, stage, boundary, draws_random=behaviour.draws_random, state=state)
         return _ChainStage(profiler, identity, way, objection)
 
@@ -483,6 +498,7 @@ class _ChainProfiler:
         for use in skip.uses:
             reader = self._chain[use]
             place = reader.stage.profiler.ends.skips.index(number)
+            # A reader that makes no gradient for it leaves nothing.
             sizes.append(reader.measurement.gradients.skip_bytes.get(place, 0))
         return replace(skip, gradient_bytes=tuple(sizes))
 
@@ -516,6 +532,7 @@ class _ChainProfiler:
         stages = []
         for stage, cost in zip(self.stages, chain, strict=True):
             variants = [option.name for option in cost.options[1:] if not option.inverts]
+            # Only the variants that an option stands for: others would be compiled for nothing.
             stages.append(self._compiled.with_variants(stage, variants) if variants else stage)
         return tuple(stages)
 
@@ -531,12 +548,14 @@ def _way(
     """The way in which a stage is inverted, if it can be; and why it must not be, or not by its own backward."""
     module = stage.invertible
     if module is None:
+        # Whoever wrote a layer with an inverse wants to know why no plan uses it.
         kinds = dict.fromkeys(type(inner).__name__ for _, inner in stage.submodules() if is_invertible(inner))
         return None, f"{', '.join(kinds)} is but a part of it" if kinds else ""
     if units_in(stage.modules):
         return None, "its parameters are gathered for its forward alone"
     if number == 0:
         return None, "the chain's input belongs to the caller"
+    # With a copy of its real input: an inverse may hold for some numbers and not for others.
     against_inverse, against_fused = try_inverse(module, boundary.fresh(), name=stage.name)
     if against_inverse:
         return None, against_inverse

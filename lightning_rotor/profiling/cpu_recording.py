@@ -97,13 +97,15 @@ class CpuRecording(Recording):
     def stop(self) -> None:
         """End, and fill the phases and the timeline from the log."""
         self.abandon()
+        # The profiler has its events only when it is over, so nothing can be counted before.
         events = [event for log in self._logs for event in _blocks_in(log)]
         self.timeline.append((0.0, 0))
         marks = iter(self._marks)
         label, mark_address = next(marks, ("", None))
         is_in_mark = False
         for time_ns, block in events:
-            if is_in_mark:  # its end
+            if is_in_mark:
+                # Its end: a mark's block is given back at once.
                 is_in_mark = False
                 continue
             if block.ptr == mark_address and block.alloc_size == _MARK_BYTES:

@@ -28,6 +28,7 @@ class CudaRecording(Recording):
     def start(self) -> None:
         """Begin."""
         await_autograd(self._device)
+        # Else what another thread frees meanwhile would count as the stage's.
         if torch.distributed.is_initialized() and not self._of_step:
             _await_messages(self._device)
         self._base_bytes = self._kind.levels(self._device).allocated_bytes
@@ -39,6 +40,7 @@ class CudaRecording(Recording):
 
     def resume(self) -> None:
         """Go on from the levels that were noted."""
+        # What was taken in the pause and is still there belongs to whoever took it.
         self._base_bytes = self._kind.levels(self._device).allocated_bytes - self.end_bytes
         self._kind.reset_peaks(self._device)
 
@@ -56,6 +58,7 @@ class CudaRecording(Recording):
         self.reserved_bytes = max(self.reserved_bytes or 0, levels.peak_reserved_bytes)
         self.end_bytes = levels.allocated_bytes - self._base_bytes
         self.phase_peak_bytes = max(self.phase_peak_bytes, self.end_bytes)
+        # Since no mark of a step resets the statistics, a peak that is no higher than before may be an earlier phase's.
         if not self._of_step or peak_bytes > self._highest_bytes:
             self.phase_peak_bytes = max(self.phase_peak_bytes, peak_bytes)
         self._highest_bytes = max(self._highest_bytes, peak_bytes)

@@ -44,12 +44,14 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
 
     Whoever knows from which generators it draws says so to what this yields.
     """
+    # Taken twice, and the caller's may be a generator.
     modules = list(modules)
     generators = GeneratorStates(device)
     with ExitStack() as stack:
         # A copy has its own attributes, but shares globals and variables of enclosing functions.
         stack.callback(Snapshot(modules, also=code_of(modules)).restore)
         stack.callback(generators.restore)
+        # Dry runs are of training, wherever they are asked for.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(repeating())
         # The real run says it all once more, with values.
@@ -67,6 +69,7 @@ def run_dry(run: Callable[[], T], generators: GeneratorStates) -> T:
     try:
         return run()
     finally:
+        # Setting back a generator that only another thread has drawn from would repeat that thread's draws.
         generators.keep_only(drawn_since(generators, partial(_attempt, run)))
 
 

@@ -82,6 +82,7 @@ def estimate_profiles(
     give_fake_tensors(model, mode)
     meter = EstimatingMeter(accelerator, block_bytes=block_bytes_of(like))
     try:
+        # Of the CPU, on which the fake tensors are, whatever device is estimated.
         with mode, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None), unlogged():
             args, kwargs = arguments(inputs, "cpu", floating=floating)
             cut = sequentialize(model, args, kwargs)
@@ -102,6 +103,7 @@ def estimate_profiles(
 @contextmanager
 def _fused_as_on_cuda() -> Iterator[None]:
     """Context in which operators on the CPU save for their backward what a GPU's do, also where one recomputes."""
+    # At autograd's key: what an operator saves for its backward is decided there.
     library = torch.library.Library("aten", "IMPL")
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
@@ -115,6 +117,7 @@ def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Dropout by the operator that keeps a mask of bytes, as a GPU's does."""
     if not train or p == 0:
         return input
+    # A mask of bytes, where the CPU's own keeps one of floats.
     dropped: torch.Tensor = torch.native_dropout(input, p, True)[0]
     return dropped
 
@@ -128,6 +131,8 @@ def _attention(
     *rest: Any,
     **options: Any,
 ) -> Any:
-    """Attention without dropout. Fused kernels draw their mask again in the backward, so it takes no memory."""
+    """Attention as a GPU's fused kernel saves it: without the mask of dropout."""
+    # Fused kernels draw their mask again in the backward, so it takes no memory.
+    # Decomposed, as the operator itself has just been replaced by this function.
     plain = torch.ops.aten.scaled_dot_product_attention.default
     return plain.decompose(query, key, value, mask, 0.0, *rest, **options)

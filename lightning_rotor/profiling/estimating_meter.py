@@ -35,6 +35,7 @@ _FLOPS = {
 class EstimatingMeter(TorchDispatchMode, Meter):
     """Bytes of storages, rounded up to blocks, and seconds of a roofline, for what runs while this mode is active."""
 
+    # A roofline says the same of every run.
     repeats_itself = True
 
     def __init__(self, accelerator: Accelerator, *, block_bytes: int = 1) -> None:
@@ -73,8 +74,10 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         storages_before = {identity_of(tensor.untyped_storage()) for tensor in taken}
         result = func(*args, **kwargs)
         made = _tensors_in(result)
+        # Results in place and views are made by an operator as well; their storages are counted already.
         for tensor in made:
             self._count_until_freed(tensor.untyped_storage())
+        # A view is a matter of the host, and takes no kernel.
         if made and not _is_view(func, made, storages_before):
             moved_bytes = _bytes_of_storages([*taken, *made])
             element_bytes = min(tensor.element_size() for tensor in made)
@@ -90,6 +93,7 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         # A block that dies in a later recording counts for the one that saw it taken, as older blocks do on the CPU.
         recording = self._recording
 
+        # By a weak reference, as a meter that held storages would let none of them die.
         def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
             del self._alive[identity]
             recording.count(-size_bytes)

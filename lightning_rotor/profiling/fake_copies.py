@@ -33,9 +33,11 @@ class _CopyWithValues(private.FakeCopyMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        # Subclasses are copied by their own rules: a parameter loses its values, and others have insides.
         if func is torch.Tensor.__deepcopy__ and type(args[0]) is torch.Tensor:
             tensor, memo = args
             if _keeps_values(tensor):
+                # Shared tensors stay shared: a buffer and a batch may refer to the same one.
                 if id(tensor) not in memo:
                     memo[id(tensor)] = private.fake_with_value(self.fake_mode, tensor)
                 return memo[id(tensor)]
@@ -56,8 +58,8 @@ def fake_copy(
 ) -> Any:
     """A deep copy with fake tensors in the place of tensors.
 
-    Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, since what they
-    write to is not copied, and metrics give 0, since most look at values. Data sets are not copied.
+    Tied parameters stay tied, and shared objects shared. Hooks that are plain functions are dropped, and metrics give
+    0. Data sets are not copied.
 
     Args:
         value: A module or anything else; modules are looked for here and in a tuple or list of values.
@@ -69,13 +71,16 @@ def fake_copy(
     for module in _modules_in(value):
         for held in module.__dict__.values():
             if isinstance(held, (Dataset, DataLoader)):
+                # A data set may be as large as the memory.
                 memo[id(held)] = held
     copying = _CopyWithValues(mode) if with_values else private.FakeCopyMode(mode)
     with copying, copied_as_they_are():
         duplicate = deepcopy(value, memo)
     for module in _modules_in(duplicate):
+        # What they write to is not copied.
         _drop_plain_hooks(module)
         if _is_metric(module):
+            # Most look at values, of which a dry run has none.
             _give_zero(module)
     return duplicate
 
@@ -88,6 +93,7 @@ def _modules_in(value: Any) -> list[nn.Module]:
 def _drop_plain_hooks(module: nn.Module) -> None:
     for kind in private.HOOKS:
         hooks = module.__dict__[kind]
+        # Of a bound method, the object that it belongs to is copied, too.
         for key in [key for key, hook in hooks.items() if isinstance(hook, FunctionType)]:
             del hooks[key]
 
@@ -100,6 +106,7 @@ def _is_metric(module: nn.Module) -> bool:
 
 def _give_zero(module: nn.Module) -> None:
     """Let a metric give 0, and nothing else."""
+    # On the instance: other metrics of the class are somebody else's.
     module.__dict__.update(dict.fromkeys(("forward", "compute"), _zero))
     module.__dict__.update(dict.fromkeys(("update", "reset"), _nothing))
 

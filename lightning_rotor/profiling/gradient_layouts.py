@@ -65,7 +65,8 @@ class Layout:
         )
 
     def new_memory(self) -> torch.Tensor:
-        """New memory for it, of ones: uninitialized memory may hold denormals, whose arithmetic is slow."""
+        """New memory for it, of ones."""
+        # Uninitialized memory may hold denormals, whose arithmetic is slow.
         return torch.ones(self.storage_bytes // self.dtype.itemsize, dtype=self.dtype, device=self.device)
 
     def ones(self, memories: Memories) -> torch.Tensor:
@@ -80,11 +81,9 @@ Layouts: TypeAlias = tuple[tuple[int, Layout], ...]
 
 
 def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
-    """Layouts of a stage's gradients, by key, from the numbers of the readers that leave them and their layouts.
-
-    Plain layouts are left out, so that a stage whose gradients are all plain is not measured again.
-    """
+    """Layouts of a stage's gradients, by key, from the numbers of the readers that leave them and their layouts."""
     # A reader numbers memories for itself, so a memory is known by both.
+    # A memory that several gradients lie in is no plain one for any of them: they keep each other alive.
     uses: Counter[tuple[int, int]] = Counter()
     counted_here = set()
     for reader, layout in left.values():
@@ -94,8 +93,10 @@ def layouts_from(left: Mapping[int, tuple[int, Layout]]) -> Layouts:
             counted_here.add(memory)
     numbers: dict[tuple[int, int], int] = {}
     layouts = []
+    # Sorted, since layouts are part of the key by which equal stages share a measurement.
     for key, (reader, layout) in sorted(left.items()):
         memory = reader, layout.memory
+        # Left out, so that a stage whose gradients are all plain is not measured again.
         if layout.is_plain and not layout.counts_elsewhere and uses[memory] == 1:
             continue
         # Numbers from 0 on, not addresses, so that equal layouts are equal.
@@ -114,6 +115,7 @@ def memory_bytes(layouts: Iterable[Layout], block_bytes: int) -> int:
     """Bytes of the distinct memories under some gradients, as far as they do not count elsewhere."""
     sizes: dict[int, int] = {}
     for layout in layouts:
+        # By memory: several gradients in one keep it alive once.
         sizes[layout.memory] = 0 if layout.counts_elsewhere else layout.storage_bytes
     return sum(in_blocks(size_bytes, block_bytes) for size_bytes in sizes.values())
 

@@ -39,6 +39,7 @@ class InputSpec:
         dtype = match["dtype"] or "float32"
         if dtype not in _DTYPES:
             raise SampleError(f"input {text!r} has the unknown type {dtype!r}: expected one of {', '.join(_DTYPES)}")
+        # A scalar has no dimension, which no list of sizes could spell.
         shape: tuple[int, ...] = ()
         if match["shape"] != "scalar":
             shape = tuple(map(int, re.split("[x,]", match["shape"])))

@@ -27,6 +27,7 @@ class Interruptions:
 
     def any(self) -> bool:
         """True if there was one since this was made."""
+        # Processor time of this thread stands still while others run, and the clock does not.
         seconds = time.perf_counter() - self._start
         processor_seconds = time.thread_time() - self._processor_start
         idle_seconds = seconds - processor_seconds

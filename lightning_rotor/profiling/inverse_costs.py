@@ -69,6 +69,7 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
     accumulating = None
     if keep.accumulating is not None:
         _, accumulating = _run_inverted(replace(profiler, gradients_exist=True))
+    # Only the backward's, whose rebuilding of the input the kept stage does not have.
     (seconds,) = seconds_by_turns([profiler])
     return replace(
         alone,
@@ -95,6 +96,7 @@ def _inverted(profiler: StageProfiler, way: Way, cost: StageCost) -> Option | st
 def _run_inverted(profiler: StageProfiler) -> tuple[Option, BackwardPeaks]:
     """Bytes of a run, and peaks of the backward, in which the rebuilt input is for the stage alone, or for others."""
     alone, _ = profiler.recorded_run(hold_input=False, hold_output=profiler.last)
+    # Who holds the input wants it rebuilt, and has it until its own backward is done.
     held, _ = profiler.recorded_run(hold_input=True, hold_output=profiler.last)
     peaks = BackwardPeaks(
         plain_bytes=alone.backward_peak_bytes,

@@ -71,11 +71,13 @@ class Recording:
         """End the current phase and begin the next."""
         self.phases.append(MeteredPhase(self._label, self.phase_start_bytes, self.phase_peak_bytes, self.end_bytes))
         self._label = label
+        # A phase that allocates nothing peaks where it starts.
         self.phase_start_bytes = self.end_bytes
         self.phase_peak_bytes = self.end_bytes
 
     def count(self, size_bytes: int) -> None:
         """Add a block that was taken, or given back if its size is negative."""
+        # Also below the start: a step gives back what earlier ones have taken.
         self.end_bytes += size_bytes
         self.phase_peak_bytes = max(self.phase_peak_bytes, self.end_bytes)
 

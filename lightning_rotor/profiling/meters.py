@@ -55,8 +55,9 @@ class Meter(Protocol):
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record until the context ends. No garbage is collected: CUDA would count what older cycles give back."""
+        """Record until the context ends. No garbage is collected meanwhile."""
         recording = self.new_recording()
+        # Whoever has switched the collector off finds it switched off.
         collects_garbage = gc.isenabled()
 
         def put_back() -> None:
@@ -65,9 +66,11 @@ class Meter(Protocol):
                 gc.enable()
 
         with undone(put_back):
+            # CUDA would count what older cycles give back.
             gc.disable()
             recording.start()
             yield recording
+            # Not behind an exception: then :meth:`Recording.abandon` ends it without reading a log.
             recording.stop()
 
     def now(self) -> Any:
@@ -121,7 +124,8 @@ class CudaMeter(Meter):
         return CudaRecording(self._device, of_step=of_step)
 
     def now(self) -> Any:
-        """An event on the current stream: the host runs ahead of the device, so its own clock says nothing."""
+        """An event on the current stream."""
+        # The host runs ahead of the device, so its own clock says nothing.
         return self._kind.time_point(self._device)
 
     def seconds_between(self, start: Any, end: Any) -> float:

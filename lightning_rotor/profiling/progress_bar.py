@@ -49,6 +49,7 @@ class _Bar:
 
     def show(self, done: int, total: int) -> None:
         """Tell that so many stages of all are measured."""
+        # The clock is asked when a stage is done, so a bar costs no thread.
         if self._enabled and self._bar is None and self._clock() - self._started >= _LONG_SECONDS:
             self._appear(total)
         if self._bar is not None:
@@ -75,16 +76,15 @@ class _Bar:
 def planning_progress(
     stages: int, *, enabled: bool = True, long_seconds: float = _LONG_SECONDS, console: Console | None = None
 ) -> Iterator[None]:
-    """Show that a chain is being planned once that takes long, until the end.
-
-    The planner does not know how much is left, and its compiled loops give Python's lock away: so another thread shows
-    the seconds that have passed.
-    """
+    """Show for how many seconds a chain is being planned once that takes long, until the end."""
     if not enabled or stages < _LONG_CHAIN:
         yield
         return
+    # The planner does not know how much is left, and its compiled loops give Python's lock away. So another thread
+    # shows the seconds that have passed.
     done = threading.Event()
     arguments = (stages, done, long_seconds, console)
+    # A daemon, so that a display which hangs cannot keep the process from ending.
     thread = threading.Thread(target=_show_seconds, args=arguments, name="planning progress", daemon=True)
     thread.start()
     try:

@@ -43,10 +43,12 @@ class ReturnedTensors:
 
     def follow(self, name: str, output: Any) -> None:
         """Note what a call of a module has returned."""
+        # Weakly: who followed tensors by holding them would make the step hold them.
         tensors = tensors_in(output)
         call = _Call([weakref.ref(tensor) for tensor in tensors])
         self._calls[name].append(call)
-        if len(tensors) < 2:  # a step that makes nothing of the only one does not learn from the call
+        # A step that makes nothing of the only one does not learn from the call.
+        if len(tensors) < 2:
             call.used.update(range(len(tensors)))
             return
         for place, tensor in enumerate(tensors):
@@ -69,6 +71,7 @@ class ReturnedTensors:
         """The step has returned: what somebody still holds is used, too."""
         for calls in self._calls.values():
             for call in calls:
+                # In a list, a closure or an attribute, say: no operation tells of that.
                 call.used.update(place for place, tensor in enumerate(call.tensors) if tensor() is not None)
         self._followed.clear()
         self._is_over = True

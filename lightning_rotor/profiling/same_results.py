@@ -52,6 +52,7 @@ def require_same(
             _outcome(whole, call.run_module, device)
             raise
         expected = _outcome(whole, call.run_module, device)
+        # Comparing outputs does not tell: only later runs of the trace would find it changed.
         if versions != list(map(private.version_of, constants)):
             raise ModelError(
                 f"the forward of {name} changes a tensor in place that it has made itself without any "
@@ -91,6 +92,7 @@ class _Call:
     def run_module(self) -> Any:
         """The module's output."""
         args, kwargs = self._arguments()
+        # The class's own: an attached plan has put a forward of its own on the module.
         return type(self._module).forward(self._module, *args, **kwargs)
 
     def run_stages(self) -> Any:
@@ -142,6 +144,7 @@ def _is_same(one: Any, other: Any) -> bool:
         return same_bits(one, other)
     if type(one) is not type(other):
         return False
+    # Before comparing: an object may be unequal to itself, as NaN is.
     if one is other:
         return True
     # A class of the user's that derives from a number or a text may compare as it likes.

@@ -74,24 +74,29 @@ def scan(
         for storage in taken:
             if storage is not None:
                 storage.uses.add(index)
+        # Not only the first stage may read what the chain is called with.
         is_first = not inputs.keys().isdisjoint(stage.reads)
         look = look_at(stage, index, boundary, taken, device, block_bytes, is_first=is_first, ranks=ranks)
         behaviours.append(look.behaviour)
         values.update(zip(stage.writes, look.outputs, strict=True))
         storages.update(zip(stage.writes, look.storages, strict=True))
         made = [storage for leaves in look.storages for storage in leaves if storage is not None]
+        # It makes nothing of its own, so between it and its neighbour there is no memory that a plan could free.
         if all(storage.born < index for storage in made):
             cuts.discard(_cut_at_views(stages, index, made))
         # All between the stage that made a storage and the one that changes it would be recomputed from other values.
         for storage in look.changed:
             cuts -= set(range(storage.born + 1, index + 1))
         for number in wiring.dead[index]:
+            # Few values are held at a time, so that a chain can be measured that does not fit.
             values.pop(number, None)
     given = [storage for number in stages[-1].writes for storage in storages[number]]
     unused_leaves = _places_of_tensors(given, unused)
     for place, storage in enumerate(given):
+        # What the caller lets go of is not held until the backward.
         if storage is not None and place not in unused_leaves:
             storage.in_output = True
+    # Processes that exchange messages must have the same stages, so a cut that one cannot make is made by none.
     starts = sorted({*ranks.common(cuts), 0, len(stages)})
     groups = tuple(range(start, end) for start, end in pairwise(starts))
     return Scan(storages, tuple(behaviours), groups, skips_between(storages, groups), unused_leaves)
@@ -104,14 +109,15 @@ def _places_of_tensors(leaves: Sequence[Storage | None], numbers: Collection[int
 
 
 def _cut_at_views(stages: Sequence[Stage], index: int, made: Sequence[Storage]) -> int:
-    """The cut that goes where a stage makes nothing but views: the one before the stage, or the one behind it.
-
-    A view may join either neighbour. But nothing comes before one of the chain's input, and whatever joins an
-    invertible stage takes its inverse away.
-    """
+    """The cut that goes where a stage makes nothing but views: the one before the stage, or the one behind it."""
+    if index == len(stages) - 1:
+        return index
+    # A view may join either neighbour. But nothing comes before one of the chain's input, and whatever joins an
+    # invertible stage takes its inverse away.
     is_of_input = all(storage.born < 0 for storage in made)
-    joins_next = index < len(stages) - 1 and (is_of_input or stages[index - 1].invertible is not None)
-    return index + 1 if joins_next else index
+    if is_of_input or stages[index - 1].invertible is not None:
+        return index + 1
+    return index
 
 
 def walk(stages: Sequence[Stage], inputs: Mapping[int, Boundary]) -> Iterator[tuple[int, Boundary]]:
@@ -132,6 +138,7 @@ def merged(stages: Sequence[Stage], groups: Sequence[range]) -> tuple[Stage, ...
     # A merged stage hands on the values that later ones read, and the output.
     needed = set(stages[-1].writes)
     merged_stages: list[Stage] = []
+    # From behind, as what a stage hands on is decided by those that come after it.
     for group in reversed(groups):
         members = [stages[index] for index in group]
         merged_stages.append(merge(members, frozenset(needed)))

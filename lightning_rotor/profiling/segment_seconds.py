@@ -38,8 +38,9 @@ _UNWATCHED_SHARE = 0.2
 def interlude(device: torch.device, meter: Meter, swept_bytes: int = _NEAR_BYTES) -> Callable[[], object]:
     """A function that fills the processor's caches with something else, as what comes between two runs in a step does.
 
-    On other devices it does nothing, nor for a meter whose clock knows no caches.
+    On other devices it does nothing.
     """
+    # Others queue kernels, so that caches of the host matter less, and a roofline knows no caches.
     if device.type != "cpu" or meter.repeats_itself:
         swept_bytes = 0
     # NumPy's memory, so that torch's allocator does not count it; one number of each line.

@@ -35,6 +35,7 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
     waiting = [0] * len(stages)
     for parameter, numbers in readers.items():
         size_bytes = in_blocks(bytes_of(parameter), block_bytes)
+        # Not the first: its backward comes last, and brings the last share.
         for number in range(numbers[0] + 1, numbers[-1] + 1):
             waiting[number] += size_bytes
     return tuple(waiting)
@@ -43,16 +44,17 @@ def waiting_gradient_bytes(stages: Sequence[Stage], block_bytes: int) -> tuple[i
 def shared_later(stages: Sequence[Stage]) -> list[dict[int, bool]]:
     """For each stage, numbers in ``Stage.learning()`` of the parameters that later stages share.
 
-    The value is True if exactly one later stage shares the parameter: its gradient is then no sum yet, and the first
-    addition takes a new tensor.
+    The value is True if exactly one later stage shares the parameter.
     """
     shared_by_stage = list[dict[int, bool]]()
     later_readers = Counter[nn.Parameter]()
+    # Backwards come from the last stage to the first.
     for stage in reversed(stages):
         # FSDP gives each use of a unit gathered parameters of its own, which share nothing.
         learning = [] if units_in(stage.modules) else stage.learning()
         shared = {}
         for number, parameter in enumerate(learning):
+            # The gradient of a single later reader is no sum yet, so the first addition takes a new tensor.
             if later_readers[parameter]:
                 shared[number] = later_readers[parameter] == 1
         shared_by_stage.append(shared)
@@ -80,6 +82,7 @@ def added_gradient_bytes(
         added_here = 0
         left_here = set[nn.Parameter]()
         for parameter, size_bytes in zip(stages[number].learning(), gradient_sizes[number], strict=False):
+            # A stage without shared parameters, such as one of FSDP units, adds to nothing.
             if shared[number] and parameter in left:
                 added_here += size_bytes
             # A sum of sparse gradients is larger than each of them, so what is added to one counts as staying.

@@ -84,6 +84,7 @@ class StageBackward:
         Gradients of shared parameters that wait for this stage's come first, too, and take no memory here.
         """
         memories = {**self._elsewhere}
+        # Gradients that lie in one memory are given in one, so that it dies when all of them are read.
         gradients = [layout.ones(memories) for layout in self._layouts]
         self._times.append(self._meter.now())
         return gradients + [parameter.detach() for parameter in self._unsummed]
@@ -97,9 +98,11 @@ class StageBackward:
 
     def gradients(self) -> Gradients:
         """Run the backward once."""
+        # Let go of, so that the graph dies with the backward as in training.
         root, self._root = self._root, None
         if root is None or not (self._inputs or self._parameters):
             return Gradients(given_bytes=self._given_bytes)
+        # In this run alone: the parameters are the user's.
         hooks = [_give_up_gradient(parameter) for parameter in self._given_up]
         # Not backward(): .grad and the hooks of gradient accumulation are the user's.
         ends: Any = [*self._inputs, *self._parameters]
@@ -142,7 +145,9 @@ class StageBackward:
             if key < 0:
                 of_link += layouts
             else:
+                # Several tensors may show a skip, views of it, and each has a gradient.
                 skip_bytes[key] = memory_bytes(layouts, block_bytes)
+            # Of several tensors that show one skip, nobody knows which part is whose.
             if len(layouts) == 1:
                 only_layouts[key] = layouts[0]
         return Gradients(
@@ -170,6 +175,7 @@ class _GradientSource(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, run: StageBackward, *outputs: torch.Tensor) -> torch.Tensor:
+        # The run and no tensor of it: a context would keep tensors alive as long as the graph.
         ctx.run = run
         # Without elements it takes no memory that would be counted.
         return torch.empty(0, device=outputs[0].device)
@@ -180,19 +186,20 @@ class _GradientSource(torch.autograd.Function):
 
 
 def _give_up_gradient(parameter: torch.Tensor) -> Any:
-    """Hook a parameter so that its gradient is freed at once; the handle removes the hook.
-
-    autograd.grad returns all gradients at its end. A tensor like the gradient takes its place, and no memory.
-    """
+    """Hook a parameter so that its gradient is freed at once; the handle removes the hook."""
 
     def replacement(gradient: torch.Tensor) -> torch.Tensor | None:
-        return parameter.detach() if gradient.layout == torch.strided else None
+        # autograd.grad returns all gradients at its end. A tensor like the gradient takes its place, and no memory.
+        if gradient.layout == torch.strided:
+            return parameter.detach()
+        return None
 
     return parameter.register_hook(replacement)
 
 
 def _tensors_that_learn(leaves: Sequence[Any], places: Sequence[int | None]) -> list[tuple[torch.Tensor, int]]:
     """The tensors that require gradients, with their keys."""
+    # Keys of the link are below zero, so that they cannot be a skip's place.
     link_numbers = count()
     tensors = []
     for leaf, place in zip(leaves, places, strict=True):
@@ -221,11 +228,11 @@ def _tensors_with_given_gradients(
 def _layouts_for(tensors: Sequence[tuple[torch.Tensor, int]], layouts: Mapping[int, Layout]) -> list[Layout]:
     """The layout of the gradient of each of these tensors: as given, or else like its tensor."""
     uses_of_keys = Counter(key for _, key in tensors)
-    found = []
+    layout_of_each = []
     for number, (tensor, key) in enumerate(tensors):
         # Nobody knows how a skip's gradient is spread over several tensors that show it.
         layout = layouts.get(key) if uses_of_keys[key] == 1 else None
         if layout is None or layout.shape != tensor.shape:
             layout = Layout.like(tensor, ~number)
-        found.append(layout)
-    return found
+        layout_of_each.append(layout)
+    return layout_of_each

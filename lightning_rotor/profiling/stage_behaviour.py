@@ -69,15 +69,26 @@ class Behaviour(NamedTuple):
     @classmethod
     def of_all(cls, behaviours: Sequence[Behaviour]) -> Behaviour:
         """That of stages in a row."""
+        updating: tuple[nn.Module, ...] = ()
+        written: tuple[nn.Parameter, ...] = ()
+        drawn: tuple[str, ...] = ()
+        starts: tuple[GeneratorStates, ...] = ()
+        for behaviour in behaviours:
+            updating += behaviour.updating
+            written += behaviour.written
+            drawn += behaviour.drawn
+            # The first is where the row starts.
+            starts += behaviour.starts
         return cls(
             draws_random=any(behaviour.draws_random for behaviour in behaviours),
+            # One stage that gives other bits makes a row give other bits.
             repeatable=all(behaviour.repeatable for behaviour in behaviours),
             leaves_traces=any(behaviour.leaves_traces for behaviour in behaviours),
             calls_checkpoint=any(behaviour.calls_checkpoint for behaviour in behaviours),
-            updating=sum((behaviour.updating for behaviour in behaviours), ()),
-            written=sum((behaviour.written for behaviour in behaviours), ()),
-            drawn=sum((behaviour.drawn for behaviour in behaviours), ()),
-            starts=sum((behaviour.starts for behaviour in behaviours), ()),
+            updating=updating,
+            written=written,
+            drawn=drawn,
+            starts=starts,
         )
 
 
@@ -131,6 +142,7 @@ def look_at(
         is_first: It reads the chain's input, which is the user's.
         ranks: Processes that look at the same stage now.
     """
+    # Before anything runs, for a second run must draw the same numbers.
     states = GeneratorStates(device)
     with (
         gathered(units_in(stage.modules)),
@@ -148,6 +160,7 @@ def look_at(
     is_scripted = any(isinstance(module, torch.jit.ScriptModule) for _, module in stage.submodules())
     changes_chains_input = any(storage.born < 0 for storage in first.changed)
     repeatable = first.repeatable and not (written or is_scripted or changes_chains_input)
+    # A second run tells a stage's own draws from those of other threads.
     drawn = drawn_since(states, partial(outputs_of, stage, boundary), certain=certain)
     behaviour = Behaviour(
         draws_random=bool(drawn) or _may_draw(stage),
@@ -177,6 +190,7 @@ def _first_run(
     value = boundary.fresh()
     leaves = tree_leaves(value)
     containers_changed = watch_containers(value)
+    # By versions and not by values: writing equal ones is a change as well.
     versions = [version_of(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in leaves]
     with _watching(stage, ranks):
         output = run_stage(stage, value)
@@ -186,6 +200,7 @@ def _first_run(
             f"stage {stage.name!r} returns {type(output).__name__}, which holds no tensor: expected a tensor, or "
             "tensors in tuples, lists or dicts"
         )
+    # A container between stages is the chain's own, and made anew for each run.
     if is_first and containers_changed():
         raise ModelError(
             f"stage {stage.name!r} changes a container that the module is called with: let it return a new one"
@@ -195,6 +210,7 @@ def _first_run(
     changed = []
     for leaf, storage, version in zip(leaves, taken, versions, strict=True):
         if storage is not None:
+            # What the stage hands on of its input keeps its storage: a view, or the input itself.
             by_address[address_of(leaf)] = storage
             if version_of(leaf) != version:
                 changed.append(storage)
@@ -227,11 +243,14 @@ def _repeats_itself(
     ranks: Ranks,
 ) -> bool:
     """True if a stage gives the same bits again, in this process and in all that run together with it."""
+    # If one process will not run the stage again, no other must: its messages would find no partner.
     if ranks.any(not is_likely):
         return False
     if _is_stock(stage):
+        # Torch's own layers change nothing but running statistics, which are lent.
         return is_likely
     states.restore(drawn)
+    # One process that sees other bits is enough for all to keep the stage.
     return not ranks.any(not _same(outputs, outputs_of(stage, boundary)))
 
 
@@ -252,6 +271,7 @@ def _boundaries(stage: Stage, output: Any) -> tuple[Boundary, ...]:
             f"stage {stage.name!r} returns a tensor of layout {layout}: expected dense ones between stages, as the "
             "memory of others cannot be followed. Make it and use it within one module"
         )
+    # A slice of a stage's result keeps alive all that it is cut from.
     return tuple(Boundary.of(part, whole_storages=True) for part in unpacked(output, len(stage.writes)))
 
 
@@ -267,7 +287,8 @@ def _tensors_of(boundaries: Sequence[Boundary]) -> list[torch.Tensor]:
 
 
 def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
-    """True if an RReLU made these outputs: it saves its noise, where a recomputation may end, before it draws it."""
+    """True if an RReLU made these outputs."""
+    # It saves its noise, where a recomputation may end, before it draws it.
     nodes = graph_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
     return any(name_of_node(node).startswith("Rrelu") for node in nodes)
 
@@ -286,8 +307,12 @@ def _differs(lent: torch.Tensor | None, original: torch.Tensor) -> bool:
 
 
 def _may_draw(stage: Stage) -> bool:
-    """True if a stage could draw random numbers in some step: a probability may be raised, user code do anything."""
-    return not _is_stock(stage) or any(isinstance(module, DRAWING) for _, module in stage.submodules())
+    """True if a stage could draw random numbers in some step."""
+    # User code may do anything.
+    if not _is_stock(stage):
+        return True
+    # A layer that draws nothing now may do so once its probability is raised.
+    return any(isinstance(module, DRAWING) for _, module in stage.submodules())
 
 
 def _is_stock(stage: Stage) -> bool:

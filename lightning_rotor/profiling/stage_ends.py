@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_rotor.profiling.scan import Scan
@@ -38,34 +38,52 @@ class StageEnds:
     @classmethod
     def of(cls, stage: Stage, number: int, scan: Scan) -> StageEnds:
         """The ends of the stage with this number among the merged ones."""
-        taken = [storage for read in stage.reads for storage in scan.storages[read]]
-        given = [storage for write in stage.writes for storage in scan.storages[write]]
+        taken = _storages_in(stage.reads, scan)
+        given = _storages_in(stage.writes, scan)
+        # In the order of first use, so that equal stages give a skip the same place.
         places: dict[Storage, int] = {}
         for storage in (*taken, *given):
             if storage is not None and storage in scan.skips:
                 places.setdefault(storage, len(places))
-        numbers = {storage: number for number, storage in enumerate(scan.skips)}
-        unused = scan.unused if number == len(scan.groups) - 1 else frozenset()
-        used = [storage for place, storage in enumerate(given) if place not in unused]
-        made = _made_in(scan.groups[number], used)
+        unused: frozenset[int] = frozenset()
+        if number == len(scan.groups) - 1:
+            unused = scan.unused
+        # What the caller lets go of at once is left behind for nobody.
+        made = set()
+        for place, storage in enumerate(given):
+            if storage is not None and place not in unused and storage.born in scan.groups[number]:
+                made.add(storage)
+        # Storages that several leaves show count once, and those of skips for the skip.
+        link_bytes = 0
+        for storage in made:
+            if storage not in places:
+                link_bytes += storage.size_bytes
+        numbers = {storage: place for place, storage in enumerate(scan.skips)}
         return cls(
             skips=tuple(numbers[storage] for storage in places),
-            inputs=tuple(_place_of(storage, places) for storage in taken),
-            outputs=tuple(_place_of(storage, places) for storage in given),
+            inputs=_places_of(taken, places),
+            outputs=_places_of(given, places),
             passed=tuple(_is_read_behind(storage, number, scan) for storage in taken),
-            link_bytes=sum(storage.size_bytes for storage in made if storage not in places),
+            link_bytes=link_bytes,
             made_bytes=tuple(storage.size_bytes if storage in made else 0 for storage in places),
             unused=unused,
         )
 
 
-def _place_of(storage: Storage | None, places: dict[Storage, int]) -> int | None:
-    return None if storage is None else places.get(storage)
+def _storages_in(values: Iterable[int], scan: Scan) -> list[Storage | None]:
+    """The storages of all leaves of some values; None for a leaf that is no tensor."""
+    storages: list[Storage | None] = []
+    for value in values:
+        storages += scan.storages[value]
+    return storages
 
 
-def _made_in(group: Container[int], given: list[Storage | None]) -> set[Storage]:
-    """The storages among those given that one of a group of stages has made."""
-    return {storage for storage in given if storage is not None and storage.born in group}
+def _places_of(storages: Iterable[Storage | None], places: Mapping[Storage, int]) -> tuple[int | None, ...]:
+    """For each leaf, the place of its skip; None for one of the link, and for what is no tensor."""
+    places_of_leaves: list[int | None] = []
+    for storage in storages:
+        places_of_leaves.append(None if storage is None else places.get(storage))
+    return tuple(places_of_leaves)
 
 
 def _is_read_behind(storage: Storage | None, number: int, scan: Scan) -> bool:

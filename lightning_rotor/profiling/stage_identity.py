@@ -42,10 +42,8 @@ def stage_identity(
 
 
 def _wires(stage: Stage) -> list[Any]:
-    """Values that the modules of a stage take and make, in the order of their first use in the stage.
-
-    Values have numbers in the whole chain, which differ between equal stages.
-    """
+    """Values that the modules of a stage take and make, in the order of their first use in the stage."""
+    # Not by their numbers in the whole chain, which differ between equal stages.
     numbers_by_wire = []
     for wire in (*stage.wiring.steps, stage.wiring.wire):
         numbers_by_wire += [wire.reads, wire.writes]
@@ -70,10 +68,13 @@ def _module_identity(
         if key in STRUCTURE or key in compilers_attributes:
             continue
         if with_numbers or type(value) is not int:
+            # Copies compare by what is in them, where users' objects would compare as they like.
             attributes.add((key, copies.of(value)))
+    # By identity: what a hook costs nobody can tell.
     hooks = tuple(tuple(map(id, getattr(module, key).values())) for key in HOOKS)
     tensors = []
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
+            # Not their values, which change no cost.
             tensors.append((key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     return type(module), compiler, frozenset(attributes), hooks, tuple(tensors)

@@ -48,6 +48,7 @@ class Boundary:
         requires_grad = []
         for leaf in leaves:
             is_tensor = isinstance(leaf, torch.Tensor)
+            # Without its graph, which would hold what the stages before have saved.
             detached.append(like(leaf.detach(), leaf) if is_tensor else leaf)
             requires_grad.append(is_tensor and leaf.requires_grad)
         return cls(tuple(detached), spec, tuple(requires_grad), (whole_storages,) * len(leaves))
@@ -69,8 +70,10 @@ class Boundary:
 
     def fresh(self) -> Any:
         """A copy that belongs to the caller alone. It is no leaf of the graph, so it may be changed in place."""
+        # A slice keeps alive all that it is cut from, as in training; leaves that share a storage share it in the copy.
         copies = _Copies(self.leaves)
         fresh = []
+        # Copies are made under gradients, wherever this is asked for: they are no leaves then.
         with torch.enable_grad():
             for leaf, requires_grad, whole in zip(self.leaves, self.requires_grad, self.whole_storages, strict=True):
                 if isinstance(leaf, torch.Tensor):
@@ -99,6 +102,7 @@ class Boundary:
             if isinstance(leaf, torch.Tensor):
                 leaves.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device))
             else:
+                # As text, since an object of the user's need have no hash.
                 leaves.append(repr(leaf))
         return str(self.spec), self.requires_grad, tuple(leaves)
 
@@ -126,6 +130,7 @@ class _Copies:
         if not whole or fills_its_storage or is_made_of_others(leaf):
             return like(source.clone(), leaf)
         if address not in self._storages:
+            # In bytes: tensors of several types may share a storage.
             self._storages[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=leaf.device)
         return like(_Placed.apply(source, self._storages[address]), leaf)
 

@@ -60,6 +60,7 @@ class StageMeasurement:
         for option in self.cost.options:
             options.append(replace(option, discard_peak_bytes=self.cost.discard_peak_of(option)))
         options += more
+        # The stage's own must stay the largest: it stands for options that have none.
         highest_bytes = max(option.discard_peak_bytes or 0 for option in options)
         return replace(self, cost=replace(self.cost, options=tuple(options), discard_peak_bytes=highest_bytes))
 
@@ -175,8 +176,10 @@ class StageProfiler:
         measurement = self._measure_bytes()
         keep = measurement.cost.keep
         least_bytes = _NEGLIGIBLE_SHARE * keep.backward_held_peak_bytes
+        # Processes that exchange messages must run a stage equally often, and sizes may differ between them.
         is_negligible = keep.parameter_gradient_bytes <= least_bytes and not self.ranks.together
         if self.accumulating and not is_negligible:
+            # A whole measurement more, for most stages with parameters. So callers say if no budget will ask for it.
             again = replace(self, gradients_exist=True)._measure_bytes().cost.keep
             keep = replace(keep, accumulating=again.backward_peaks(gradients_exist=False))
         return replace(measurement, cost=replace(measurement.cost, options=(keep,)))
@@ -197,11 +200,13 @@ class StageProfiler:
         segment_peak_bytes = keep.backward_peak_bytes
         if self.recomputable:
             discard_peak_bytes, pinned_bytes, recomputed_peak_bytes = self._segment_run()
+            # Peaks of backwards are beyond the saved set, which the simulator counts by itself.
             segment_peak_bytes = max(recomputed_peak_bytes - keep.saved_bytes - keep.saved_output_bytes, 0)
         if not keep.saved_tensors:
             # Nothing is recomputed for such a backward.
             segment_peak_bytes = alone.backward_peak_bytes
         replayed = alone
+        # Of a recomputation alone are saved tensors given up once they are read.
         if self.recomputable and keep.saved_tensors:
             replayed, _ = self.recorded_run(hold_input=False, hold_output=self.last, gives_up_saved=True)
         option = replace(
@@ -244,6 +249,7 @@ class StageProfiler:
                 output = self.run(value, source)
             leaves = tree_leaves((value, output))
             for leaf, place in zip(leaves, (*self.ends.inputs, *self.ends.outputs), strict=True):
+                # By storage: autograd may have saved a view of the skip.
                 if place is not None and address_of(leaf) in saved.addresses:
                     saved_skips.add(place)
             return output
@@ -260,12 +266,15 @@ class StageProfiler:
         hold_output: bool = False,
     ) -> tuple[Recording, Gradients, int]:
         """The recording of a forward and its backward, the gradients, and the bytes of skips among the input."""
+        # So that each recorded run draws the same numbers and takes the same branches.
         self.rewind()
+        # Before the recording begins, so that it is not counted.
         elsewhere = memories_elsewhere(self.layouts)
         with self.meter.recording() as recording:
             value = self.boundary.fresh()
             # Other stages hold skips, too, so they do not die here.
             lasting = self._skips_in(value)
+            # A way back to the input that does not hold it: an inverted backward fills it again.
             source = None if self.way is None else Output(self.stage.name)
             recording.mark("forward")
             output = forward(recording, value, source)
@@ -347,6 +356,7 @@ class StageProfiler:
             backward_held_peak_bytes=backward_peak_bytes,
             input_gradient_bytes=gradients.link_bytes,
             parameter_gradient_bytes=sum(gradients.parameters),
+            # Of every saved output: nobody can tell by its bytes whether the backward needs each of its bits.
             needs_exact_output=saved_output_bytes > 0,
             forward_seconds=0.0,
             replay_seconds=0.0,
@@ -363,6 +373,7 @@ class StageProfiler:
         """Bytes of the link, and of the skips that the stage has made, that autograd has saved."""
         made_bytes = sum(self.ends.made_bytes)
         saved_made_bytes = sum(self.ends.made_bytes[place] for place in saved_skips)
+        # What was not freed when the output was dropped, autograd has saved.
         kept_bytes = self.ends.link_bytes + made_bytes - recording.first("drop output").freed_bytes
         saved_link_bytes = min(max(kept_bytes - saved_made_bytes, 0), self.ends.link_bytes)
         return saved_link_bytes, saved_made_bytes
@@ -391,6 +402,7 @@ class StageProfiler:
         state = SegmentState(attributed=self.state.attributed)
 
         def forward(recording: Recording, value: Any, _: Output | None) -> Any:
+            # The first call is the discarded pass, any later one the recomputation.
             passes = count()
 
             def function(value: Any) -> Any:

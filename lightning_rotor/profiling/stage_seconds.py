@@ -89,15 +89,12 @@ class _Runs:
 
     @property
     def are_enough(self) -> bool:
-        """True after ``repeats`` runs, of long ones fewer and of short ones more, if as many as count were undisturbed.
-
-        Of processes that exchange messages the number of runs alone decides: they must run equally often, and their
-        clocks differ.
-        """
+        """True after ``repeats`` runs (long ones: fewer, short ones: more), if as many as count were undisturbed."""
         number = len(self._all)
         if self._profiler.meter.repeats_itself:
             return number > 0
         wanted = self._profiler.repeats
+        # Processes that exchange messages must run equally often, and their clocks differ. So the number alone decides.
         if self._profiler.ranks.together:
             return number >= wanted
         # What all runs would have taken undisturbed.
@@ -130,6 +127,7 @@ class _Runs:
 
     def typical_seconds(self) -> StageSeconds:
         """Seconds of a run like most of those that count."""
+        # Each by itself: a run with a typical forward need have no typical backward.
         forwards, backwards = zip(*self._counting, strict=True)
         forward = typical(forwards)
         with lent_buffers(self._profiler.stage):

@@ -83,6 +83,7 @@ class StepCompute(AssumedValues):
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
         # Names of the modules whose forwards run now, outer ones first.
         self._running: list[str] = []
+        # Seeded: which layers a step skips by chance must not change what is planned from run to run.
         self._draws = torch.Generator().manual_seed(0)
         self._counted = {name: id(module) for name, module in model.named_modules()}
         for name, module in model.named_modules():
@@ -122,6 +123,7 @@ class StepCompute(AssumedValues):
         self._running.append(name)
         try:
             output = forward(*args, **kwargs)
+        # Also where the step is interrupted: what ran before the failing line counts.
         except BaseException:
             if learns and is_outermost:
                 self.unfinished.add(name)
@@ -131,6 +133,7 @@ class StepCompute(AssumedValues):
             self._running.pop()
         if learns and is_outermost and any(tensor.requires_grad for tensor in _outputs_in(output)):
             self._count(name, self.total - total_before)
+            # What never learns is in nobody's plan, whoever uses it.
             self.returned.follow(name, output)
         return output
 
@@ -226,7 +229,8 @@ def measure_compute(
     """
     try:
         compute = _dry_step(model, inputs, step, replacements or {})
-    except Exception as error:  # deepcopy calls code of every class that users keep in their modules
+    except Exception as error:
+        # deepcopy calls code of every class that users keep in their modules.
         raise ProfilingError(f"the model and its batch cannot be copied: {_text_of(error)}") from error
     finally:
         # The copies hold each other, and what looks for tensors (a recording does) would still find them.
@@ -247,6 +251,7 @@ def _dry_step(
 
     def run() -> StepCompute:
         with with_values(MOST_KNOWN), fake_mode() as mode, mode:
+            # Together, so that what both refer to is one object in the copies as well.
             duplicate, copied_inputs = fake_copy((model, inputs), mode, replacements, with_values=True)
             compute = StepCompute(duplicate)
             compute.exclude(copied_inputs)
@@ -255,7 +260,8 @@ def _dry_step(
                     result = step(duplicate, copied_inputs)
                     compute.end_step()
                     del result
-            except Exception as error:  # whatever a step does that was written for real tensors
+            except Exception as error:
+                # Whatever a step does that was written for real tensors.
                 compute.stopped_at = _place_of(error)
                 _log.info("the dry run of a step ended at %s: %s", compute.stopped_at, _text_of(error))
         return compute

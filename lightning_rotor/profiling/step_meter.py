@@ -43,6 +43,7 @@ class StepMeter:
             older: On the CPU, sizes by address of older blocks whose frees count, and no others; by default all count.
         """
         recording = self._meter.new_recording(of_step=True, older=older)
+        # Only kept once it runs: if it cannot start, this meter measures nothing.
         recording.start()
         self._recording = recording
 
@@ -64,6 +65,7 @@ class StepMeter:
     def stop(self) -> Recording:
         """End and return what was measured."""
         recording = self._recording
+        # First, so that a meter whose recording fails to end can be started again.
         self._recording = None
         if recording is None:
             raise ProfilingError("StepMeter.stop() without start(): call start() before the step")

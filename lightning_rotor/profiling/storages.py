@@ -63,6 +63,7 @@ def storages_of(
 
 def skips_between(storages: Mapping[int, tuple[Storage | None, ...]], groups: Sequence[range]) -> dict[Storage, Skip]:
     """Storages that outlive a link between groups of stages, as skips without gradients, in the order of values."""
+    # The chain's input is made before all of them.
     group_of = {-1: -1}
     for number, group in enumerate(groups):
         group_of.update(dict.fromkeys(group, number))
@@ -72,9 +73,11 @@ def skips_between(storages: Mapping[int, tuple[Storage | None, ...]], groups: Se
             if storage is None or storage in skips:
                 continue
             born = group_of[storage.born]
+            # Within a group nothing is cut, so its own uses are no skips.
             uses = tuple(sorted({group_of[use] for use in storage.uses} - {born}))
             if not uses:
                 continue
+            # What the next group alone reads is no skip, unless the caller gets it as well.
             is_link = uses == (born + 1,)
             stays_in_output = storage.in_output and storage.size_bytes > 0
             if not is_link or stays_in_output:

@@ -50,17 +50,22 @@ def undrawn(
             lent_buffers(whole),
             torch.enable_grad(),
             repeating(),
+            # Nothing goes back here, so nothing that a backward would need is kept.
             dropping_saved(),
         ):
+            # Copies, for the forward may change its input.
             fresh_args, fresh_kwargs = boundary.fresh()
             type(module).forward(module, *fresh_args, **fresh_kwargs)
 
     before = GeneratorStates(device)
     try:
+        # What the module is seen to ask for is its own, whatever other threads do meanwhile.
         with draws_seen(whole) as certain:
             run()
-    except Exception:  # what is wrong is said by who runs it next
+    except Exception:
+        # What is wrong is said by who runs it next.
         return frozenset()
     drawn = drawn_since(before, run, certain=certain)
+    # Only what this run has drawn: setting back the others would repeat another thread's draws.
     before.restore(drawn)
     return before.kinds - drawn

@@ -51,11 +51,14 @@ def with_variants(
     name = profiler.stage.name
     try:
         variants = compiled.variants(profiler.stage)
+        # Without values nobody can tell whether a variant computes the same.
         if not variants or any(is_fake(tensor) for tensor in tensors_in(profiler.boundary.leaves)):
             return alone
-        expected = _repeatable_outcome(profiler, may_draw=compiled.saving_bytes is not None)
+        # Only a stage that repeats itself to the bit can tell whether a variant computes the same.
+        expected = _repeatable_outcome(profiler, may_draw=compiled.saving is not None)
     except CannotRepeatError as error:
         _log.info("%r runs under no other activation memory budget: %s", name, error)
+        compiled.objections[name] = str(error)
         return alone
     _log.info("compiling %r under %d more activation memory budgets", name, len(variants))
     profiler = replace(profiler, stage=replace(profiler.stage, variants=tuple(variants.values())))
@@ -70,6 +73,8 @@ def with_variants(
             objections[variant] = cost
         else:
             costs[variant] = cost
+    compiled.objections.update(objections)
+    # The stage as it is comes first, and always stays.
     _, *chosen = _worthwhile({"keep": alone.cost, **costs})
     _log.info(
         "%r can run under %s%s",
@@ -81,11 +86,12 @@ def with_variants(
         return alone
     all_profilers = [profiler, *(profilers[variant] for variant in chosen)]
     all_costs = [alone.cost, *(costs[variant] for variant in chosen)]
+    # With the sizes, since those of other code differ.
     key = kin, tuple(chosen), tuple(map(_sizes, all_costs))
+    # By turns and with the stage itself among them, since what a plan compares are differences.
     if key not in known_seconds:
-        known_seconds[key] = seconds_by_turns(
-            [replace(each, repeats=_MORE_ROUNDS * each.repeats) for each in all_profilers]
-        )
+        longer = [replace(one, repeats=_MORE_ROUNDS * one.repeats) for one in all_profilers]
+        known_seconds[key] = seconds_by_turns(longer)
     timed = list(map(StageSeconds.of, known_seconds[key], all_costs))
     options = []
     for variant, cost in zip(chosen, timed[1:], strict=True):
@@ -107,9 +113,11 @@ def _measured_variant(
         # The next variant starts from the same buffers.
         with lent_buffers(profiler.stage):
             measurement = profiler.measure()
+    # No fault of the variant's, which may fit another time.
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler's are of any type
+    except Exception as error:
+        # A compiler's are of any type.
         reason = str(getattr(error, "inner_exception", error))
         return reason.partition("\n")[0] or type(error).__name__
     leaves_other_gradients = measurement.gradients.skip_bytes != alone.gradients.skip_bytes
@@ -196,7 +204,8 @@ def _outcome(profiler: StageProfiler) -> _Outcome:
 
 
 def _random_gradients(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Gradients of outputs. Equal ones would hide a difference: the gradient of a normalization is then zero."""
+    """Gradients of outputs, which are random."""
+    # Equal ones would hide a difference: the gradient of a normalization is then zero.
     # From a generator of its own, as the model's must not move.
     generator = torch.Generator(roots[0].device).manual_seed(0)
     return [torch.randn(root.shape, dtype=root.dtype, device=root.device, generator=generator) for root in roots]
@@ -204,6 +213,7 @@ def _random_gradients(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
     """Names of the options, given by falling budget, that take less memory in some respect than each before them."""
+    # By falling budget, so that of two that take the same memory the one that recomputes less stays.
     chosen: list[str] = []
     for name, cost in costs.items():
         if not any(_takes_no_more(costs[better], cost) for better in chosen):
@@ -213,13 +223,15 @@ def _worthwhile(costs: Mapping[str, StageCost]) -> tuple[str, ...]:
 
 def _takes_no_more(cost: StageCost, other: StageCost) -> bool:
     """True if a variant takes at most as much memory as another one in every respect."""
+    # A skip that is saved is held beyond its readers, whatever else takes less.
     if not set(cost.keep.saved_skips) <= set(other.keep.saved_skips):
         return False
     return all(mine <= theirs for mine, theirs in zip(_sizes(cost), _sizes(other), strict=True))
 
 
 def _sizes(cost: StageCost) -> tuple[int, ...]:
-    """All sizes that a plan may gain by; no times, which differ by chance."""
+    """All sizes that a plan may gain by."""
+    # No times, which differ by chance.
     option = cost.keep
     saved_bytes = option.kept_bytes
     return (

@@ -27,7 +27,8 @@ class _InBothThreads(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrix: torch.Tensor) -> torch.Tensor:
-        ctx.matrix = matrix  # not saved: hooks of a user's for saved tensors must not see it
+        # Not saved: hooks of a user's for saved tensors must not see it.
+        ctx.matrix = matrix
         return _products(matrix)
 
     @staticmethod
@@ -49,6 +50,7 @@ def take_workspaces(device: torch.device) -> None:
     if kind_of(device) is not CUDA:
         return
     try:
+        # Autocast would hold what it casts in its cache.
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             matrix = torch.ones(_ROWS, _ROWS, device=device, requires_grad=True)
             torch.autograd.grad(_InBothThreads.apply(matrix).sum(), matrix)
@@ -66,4 +68,5 @@ def take_workspaces(device: torch.device) -> None:
 
 def _products(matrix: torch.Tensor) -> torch.Tensor:
     """One product by cuBLAS, one with a bias by cuBLASLt."""
+    # A bias makes torch choose cuBLASLt.
     return matrix @ matrix + F.linear(matrix, matrix, matrix[0])

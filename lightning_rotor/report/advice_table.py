@@ -14,7 +14,34 @@ from lightning_rotor.planned.batch_sizes import BatchSizeAdvice
 from lightning_rotor.shown import cell, table_of
 from lightning_rotor.units import format_bytes, format_seconds
 
-_COLUMNS = ("way", "batch a copy", "bytes a device", "step", "samples/s", "recomputed", "limited by")
+_COLUMNS = (
+    "way",
+    "batch a copy",
+    "bytes a device",
+    "step",
+    "samples/s",
+    "recomputed",
+    "limited by",
+)
+# Columns of words, which begin on the left, while numbers are compared from their last digit on.
+_WORDS = ("way", "limited by")
+# Entries of the answer in JSON.
+_OF_A_WAY = (
+    "kind",
+    "devices",
+    "batch_per_device",
+    "accumulated",
+    "copies",
+    "stages",
+    "schedule",
+    "micro_batches",
+    "reshard",
+    "recomputed",
+    "chain_length",
+    "peak_bytes",
+    "lines",
+)
+_OF_SECONDS = ("total", "compute", "recomputation", "link", "bubble")
 
 
 @table_of.register
@@ -43,7 +70,9 @@ def _(advice: BatchSizeAdvice) -> Table:
 def advice_table(advice: Advice) -> Table:
     """Ways that fit, fastest first."""
     cluster = advice.cluster
-    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
+    nodes = ""
+    if cluster.nodes > 1:
+        nodes = f"{cluster.nodes} x "
     table = Table(
         title=f"{advice.batch} samples a step on {nodes}{cluster.devices} x {cluster.gpu.name}, "
         f"{format_bytes(advice.limit_bytes)} each",
@@ -51,23 +80,29 @@ def advice_table(advice: Advice) -> Table:
         title_justify="left",
     )
     table.add_column("", justify="right")
-    for number, name in enumerate(_COLUMNS):
-        table.add_column(name, justify="left" if number in (0, 6) else "right")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in _WORDS else "right")
     for number, choice in enumerate(advice.choices, 1):
+        recomputed = ""
+        if choice.recomputed:
+            recomputed = f"{choice.recomputed} of {choice.chain_length}"
         table.add_row(
+            # The lines of Python below the table go by it.
             str(number),
             cell(choice.name),
             _batch(choice),
             format_bytes(choice.peak_bytes),
             format_seconds(choice.seconds.total),
+            # Of all devices: ways differ in how many copies of the model they have.
             f"{advice.batch / choice.seconds.total:,.0f}",
-            f"{choice.recomputed} of {choice.chain_length}" if choice.recomputed else "",
+            recomputed,
             _limit(choice),
         )
     return table
 
 
 def _batch(choice: Choice) -> str:
+    # What a device holds follows from the parts in which it has its batch.
     if choice.micro_batches > 1:
         return f"{choice.batch_per_device} in {choice.micro_batches}"
     if choice.accumulated > 1:
@@ -77,7 +112,9 @@ def _batch(choice: Choice) -> str:
 
 def _limit(choice: Choice) -> str:
     limit = choice.seconds.limited_by
-    share = getattr(choice.seconds, limit) / choice.seconds.total if choice.seconds.total else 0.0
+    share = 0.0
+    if choice.seconds.total:
+        share = getattr(choice.seconds, limit) / choice.seconds.total
     return f"{limit}, {share:.0%}"
 
 
@@ -95,17 +132,11 @@ def advice_as_json(advice: Advice, model: str) -> dict[str, Any]:
     """Everything that the table shows, and the lines of Python of all ways; bytes and seconds as numbers."""
     ways = []
     for choice in advice.choices:
-        seconds = {
-            name: getattr(choice.seconds, name) for name in ("total", "compute", "recomputation", "link", "bubble")
-        }
-        names = (
-            *("kind", "devices", "batch_per_device", "accumulated", "copies", "stages", "schedule", "micro_batches"),
-            *("reshard", "recomputed", "chain_length", "peak_bytes", "lines"),
-        )
-        ways.append(
-            {name: getattr(choice, name) for name in names}
-            | {"seconds": seconds, "limited_by": choice.seconds.limited_by}
-        )
+        # By names of their own and not by those of all fields: scripts read this.
+        way: dict[str, Any] = {name: getattr(choice, name) for name in _OF_A_WAY}
+        way["seconds"] = {name: getattr(choice.seconds, name) for name in _OF_SECONDS}
+        way["limited_by"] = choice.seconds.limited_by
+        ways.append(way)
     return {
         "model": model,
         "gpu": advice.cluster.gpu.name,

@@ -44,7 +44,8 @@ from lightning_rotor.units import format_bytes, format_seconds
 # Of operators in a box.
 _MOST_LETTERS = 45
 _MOST_LINES = 4
-_WIDTH = _MOST_LETTERS + 8  # of a box in a frame
+# Of a box in a frame: one width for all, so that every stage is a box in one column.
+_WIDTH = _MOST_LETTERS + 8
 # Paul Tol's scheme for filling cells: apart for colour-blind readers, light behind black text. Then the same, paler.
 _COLOURS = (
     *("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#AAAA00"),
@@ -100,22 +101,39 @@ def draw_chain(
     if schedule is not None and len(schedule) != len(chain):
         raise ScheduleError(f"a schedule of {len(schedule)} stages for a chain of {len(chain)}: expected as many")
     if schedule is None:
-        items = Schedule.keep_all(len(chain)).items
-    else:
-        items = schedule.items
-    depths = Counter(stage for segment in segments_in(items) for stage in range(segment.first, segment.last + 1))
-    options = [chain.stages[leaf.stage].options[leaf.option] for item in items for leaf in leaves(item)]
+        schedule = Schedule.keep_all(len(chain))
+    items = schedule.items
+    depths = Counter[int]()
+    for segment in segments_in(items):
+        depths.update(range(segment.first, segment.last + 1))
+    options = []
+    for item in items:
+        for leaf in leaves(item):
+            options.append(chain.stages[leaf.stage].options[leaf.option])
     labels: list[tuple[str, ...]] = [()] * len(chain)
     if stages is not None:
-        labels = [operator_labels(stage) for stage in stages]
-    details = [(label, depths[number], options[number].name) for number, label in enumerate(labels)]
+        labels = list(map(operator_labels, stages))
+    # Stages that a schedule treats otherwise are not equal, whatever they run.
+    details = []
+    for number, label in enumerate(labels):
+        details.append((label, depths[number], options[number].name))
     keys = stage_keys(chain, details)
-    runs = folded(keys) if fold else [Run(number, 1, 1) for number in range(len(chain))]
+    runs = [Run(number, 1, 1) for number in range(len(chain))]
+    if fold:
+        runs = folded(keys)
     again = None
     if backward:
         runs.reverse()
+        # A segment runs again before the backward of its last stage.
         again = {item.last: item for item in items if isinstance(item, Segment)}
-    console = Console(width=_WIDTH, record=True, file=io.StringIO(), force_jupyter=False, highlight=False)
+    # Its file is nowhere: what it has recorded is exported below. In a notebook it would show itself, too.
+    console = Console(
+        width=_WIDTH,
+        record=True,
+        file=io.StringIO(),
+        force_jupyter=False,
+        highlight=False,
+    )
     if title:
         console.print(Text(title, "bold"))
     for fact in _facts(chain, keys, options, is_backward=backward, is_recomputed=bool(depths)):
@@ -128,7 +146,12 @@ def draw_chain(
 
 
 def _facts(
-    chain: Chain, keys: Sequence[Hashable], options: Sequence[Option], *, is_backward: bool, is_recomputed: bool
+    chain: Chain,
+    keys: Sequence[Hashable],
+    options: Sequence[Option],
+    *,
+    is_backward: bool,
+    is_recomputed: bool,
 ) -> Iterator[str]:
     """Lines above the boxes: sizes, and the colours that appear."""
     sizes = f"{len(chain)} stages · input {format_bytes(chain.input_bytes)}"
@@ -147,6 +170,7 @@ def _facts(
 
 def _colours(keys: Sequence[Hashable]) -> list[str]:
     """By stage, a colour that it shares with equal ones; white if there is no other like it."""
+    # In the order of the chain, so that a chain has the same colours in every drawing.
     repeated = [key for key, count in Counter(keys).items() if count > 1]
     colour_of = dict(zip(repeated, cycle(_COLOURS), strict=False))
     return [colour_of.get(key, "#FFFFFF") for key in keys]
@@ -174,7 +198,8 @@ class _Boxes:
     options: Sequence[Option]
     depths: Counter[int]
     colours: Sequence[str]
-    again: Mapping[int, Segment] | None  # in a backward, segments by the stage before whose backward they run again
+    # In a backward, segments by the stage before whose backward they run again.
+    again: Mapping[int, Segment] | None
 
     def run(self, run: Run) -> RenderableType:
         """Boxes of a run, in a frame if they repeat, each above what it hands on."""
@@ -184,11 +209,17 @@ class _Boxes:
         parts: list[RenderableType] = []
         for number in numbers:
             parts += [self._box(number, run), self._boundary(number)]
+        # The last boundary leads out of the run, so it stands below a frame.
         *boxes, boundary = parts
         if run.repeats == 1:
-            return Group(*(Padding(box, (0, 2)) for box in boxes), boundary)
+            # As far in as boxes in a frame, so that all have one width.
+            padded = [Padding(box, (0, 2)) for box in boxes]
+            return Group(*padded, boundary)
         frame = Panel(Group(*boxes), title=f"× {run.repeats}", title_align="right", border_style=_GREY)
-        end = run.first if self.again else run.first + run.length * run.repeats - 1
+        # What leads out of the frame is that of the last repeat.
+        end = run.first + run.length * run.repeats - 1
+        if self.again:
+            end = run.first
         return Group(frame, self._boundary(end))
 
     def _box(self, number: int, run: Run) -> Panel:
@@ -196,11 +227,14 @@ class _Boxes:
         option = self.options[number]
         labels = self.labels[number]
         names = self.chain.names
-        last = number + run.repeats - 1 if run.length == 1 else number
+        last = number
+        if run.length == 1:
+            last += run.repeats - 1
         if self.again is None:
             treatment = self._treatment(number)
             notes = self._skips(number)
         else:
+            # The backward of the last operator comes first.
             labels = labels[::-1]
             treatment = format_seconds(option.backward_seconds)
             notes = self._backward(number, self.again.get(number))
@@ -209,8 +243,11 @@ class _Boxes:
             border = _INVERTED
         elif self.depths[number]:
             border = _SEGMENT
+        texts = _lines(labels)
+        for note in notes:
+            texts.append(Text(note, overflow="ellipsis", no_wrap=True))
         return Panel(
-            Group(*_lines(labels), *(Text(line, overflow="ellipsis", no_wrap=True) for line in notes)),
+            Group(*texts),
             title=Text(from_to(names[number], names[last], str), "bold"),
             title_align="left",
             subtitle=Text(treatment),
@@ -223,10 +260,13 @@ class _Boxes:
         """Words for what the forward does with a stage."""
         option = self.options[number]
         depth = self.depths[number]
-        treatment = "inverted" if option.inverts else f"keeps {format_bytes(option.kept_bytes)}"
+        treatment = f"keeps {format_bytes(option.kept_bytes)}"
+        if option.inverts:
+            treatment = "inverted"
         if depth == 1:
             return f"recomputed, {treatment}"
         if depth:
+            # Once for each segment that it is in.
             return f"recomputed {times(depth)}, {treatment}"
         return treatment
 
@@ -238,6 +278,7 @@ class _Boxes:
             label = f"gradient {format_bytes(self.options[number].input_gradient_bytes)}"
         elif number == len(self.chain) - 1:
             label = f"output {format_bytes(size_bytes)}"
+        # Nothing where all that is handed on are skips, which are written in the boxes.
         elif size_bytes:
             label = format_bytes(size_bytes)
         return Text(f"▼ {label}", _GREY, justify="center")
@@ -260,7 +301,8 @@ class _Boxes:
             if skip.born == number:
                 readers = ", ".join(names[use] for use in skip.uses)
                 yield f"skip of {format_bytes(skip.size_bytes)} to {readers}"
-            if number in skip.uses and skip.born >= 0:  # other skips are the caller's
+            # Other skips are the caller's.
+            if number in skip.uses and skip.born >= 0:
                 makers.append(names[skip.born])
         if makers:
             yield f"skip from {', '.join(dict.fromkeys(makers))}"
@@ -268,6 +310,14 @@ class _Boxes:
 
 def _lines(labels: Sequence[str]) -> list[Text]:
     """Operators as text below a name, with line breaks between them."""
-    words = "\u00a0· ".join(label.replace(" ", "\u00a0") for label in labels)
-    lines = textwrap.wrap(words, _MOST_LETTERS, max_lines=_MOST_LINES, placeholder=" …", break_on_hyphens=False)
+    # Spaces that do not break, so that lines break between operators alone.
+    unbroken = [label.replace(" ", "\u00a0") for label in labels]
+    words = "\u00a0· ".join(unbroken)
+    lines = textwrap.wrap(
+        words,
+        _MOST_LETTERS,
+        max_lines=_MOST_LINES,
+        placeholder=" …",
+        break_on_hyphens=False,
+    )
     return [Text(line.replace("\u00a0", " ")) for line in lines]

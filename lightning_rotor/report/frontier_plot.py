@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def plot_frontier(
-    frontier: Frontier, *, reserved_bytes: int = 0, limits: Mapping[str, int] | None = None, title: str | None = None
+    frontier: Frontier,
+    *,
+    reserved_bytes: int = 0,
+    limits: Mapping[str, int] | None = None,
+    title: str | None = None,
 ) -> Figure:
     """Draw what every budget costs in time.
 
@@ -37,23 +41,40 @@ def plot_frontier(
     least_bytes = frontier[0].peak_bytes + reserved_bytes
     span_bytes = most_bytes - least_bytes
     unit, unit_name = size_unit(most_bytes)
+    # With room on the left, so that the least budget is seen to be an end.
     left = max(0, least_bytes - 0.2 * span_bytes) / unit
     right = (1.02 * most_bytes + 0.06 * span_bytes) / unit
-    budgets = [(reserved_bytes + point.peak_bytes) / unit for point in frontier]
-    percents = [100 * point.overhead for point in frontier]
+    budgets = []
+    percents = []
+    for point in frontier:
+        budgets.append((reserved_bytes + point.peak_bytes) / unit)
+        percents.append(100 * point.overhead)
     # The last step goes on to the right border.
     budgets.append(right)
     percents.append(percents[-1])
     full, pale = PHASE_COLOURS["forward"]
-    axes.axvspan(left, budgets[0], facecolor="0.93", hatch="///", edgecolor="0.8", linewidth=0, label="no schedule")
+    axes.axvspan(
+        left,
+        budgets[0],
+        facecolor="0.93",
+        hatch="///",
+        edgecolor="0.8",
+        linewidth=0,
+        label="no schedule",
+    )
+    # In steps: between two points, a budget has the schedule of the smaller one.
     axes.plot(budgets, percents, drawstyle="steps-post", color=full, linewidth=1.4)
     axes.fill_between(budgets, percents, step="post", color=pale, alpha=0.45, linewidth=0)
     _mark(axes, frontier, reserved_bytes, unit)
-    for (name, size_bytes), colour in zip((limits or {}).items(), cycle(LINE_COLOURS)):
+    colours = cycle(LINE_COLOURS)
+    for name, size_bytes in (limits or {}).items():
+        colour = next(colours)
         place = size_bytes / unit
+        # Others would squeeze the curve into a corner.
         if left < place < right:
             label = f"{name}: {format_bytes(size_bytes)}"
             axes.axvline(place, color=colour, linewidth=0.9, linestyle="--", label=label)
+    # A curve of a single point without recomputation would give an axis of no height.
     axes.set(xlim=(left, right), ylim=(0, 1.12 * max(percents) or 1.0))
     axes.set(xlabel=f"memory budget ({unit_name})", ylabel="recomputation (% of the step)")
     add_legend(figure, title)
@@ -82,7 +103,17 @@ def _mark(axes: Axes, frontier: Frontier, reserved_bytes: int, unit: int) -> Non
         size_bytes = reserved_bytes + spot.point.peak_bytes
         percent = 100 * spot.point.overhead
         axes.plot(
-            size_bytes / unit, percent, spot.marker, color=spot.colour, clip_on=False,
-            markersize=8 if spot.marker == "*" else 6, markeredgecolor="white", markeredgewidth=0.5,
-            zorder=5 if spot.name == "plan" else 4, label=f"{spot.name}: {format_bytes(size_bytes)}, {percent:.1f} %",
-        )  # fmt: skip
+            size_bytes / unit,
+            percent,
+            spot.marker,
+            color=spot.colour,
+            # Markers at the border are whole.
+            clip_on=False,
+            # A star looks smaller than other shapes.
+            markersize=8 if spot.marker == "*" else 6,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            # The plan may be at the knee or at an end, and is what readers look for.
+            zorder=5 if spot.name == "plan" else 4,
+            label=f"{spot.name}: {format_bytes(size_bytes)}, {percent:.1f} %",
+        )

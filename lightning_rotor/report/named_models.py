@@ -40,22 +40,28 @@ def model_maker(path: str, arguments: dict[str, Any]) -> Callable[[], nn.Module]
 
 def _named(path: str) -> Any:
     """The object called ``package.module.name`` or ``file.py:name``."""
-    in_file = ".py:" in path
-    if not in_file:
-        path = path.replace(":", ".")  # as entry points are written
-    place, _, name = path.rpartition(":" if in_file else ".")
-    file = Path(place)
-    if in_file and not file.is_file():
-        raise ModelError(
-            f"there is no file {place!r}: expected file.py:name with the name of a class or function in it"
-        )
-    # The user's own modules are where the command is run, or beside the file.
-    sys.path.insert(0, str(file.resolve().parent if in_file else Path.cwd()))
-    if in_file:
-        sys.modules.pop(file.stem, None)
+    if ".py:" in path:
+        place, _, name = path.rpartition(":")
+        file = Path(place)
+        if not file.is_file():
+            raise ModelError(
+                f"there is no file {place!r}: expected file.py:name with the name of a class or function in it"
+            )
+        # The user's own modules are beside the file, or where the command is run.
+        folder = file.resolve().parent
+        module_name = file.stem
+        # A file that is called like a module of Python's, or of another folder, is not that one.
+        sys.modules.pop(module_name, None)
+    else:
+        # With a colon, as entry points are written.
+        place, _, name = path.replace(":", ".").rpartition(".")
+        folder = Path.cwd()
+        module_name = place
+    sys.path.insert(0, str(folder))
+    # A file that has just been written may be newer than what Python remembers of its folder.
     importlib.invalidate_caches()
     try:
-        module = importlib.import_module(file.stem if in_file else place)
+        module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
         missing = str(getattr(error, "name", None) or path)
         raise ModelError(
@@ -82,6 +88,7 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     """The optimizer called ``adamw``, ``sgd:momentum=0.9`` or ``none`` for what learns in a model, or ModelError."""
     name, _, given = text.partition(":")
     base = torch.optim.Optimizer
+    # All that torch has, so that a new one needs no line here.
     kinds: dict[str, type[torch.optim.Optimizer]] = {}
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
@@ -94,7 +101,12 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name.lower() == "none" or not learning:
         return []
-    arguments: dict[str, Any] = {"lr": 1e-3} | dict(assignment(part) for part in given.split(",") if part)
+    # A rate is required by some optimizers, and takes no memory.
+    arguments: dict[str, Any] = {"lr": 1e-3}
+    for part in given.split(","):
+        if part:
+            key, value = assignment(part)
+            arguments[key] = value
     try:
         return [kinds[name.lower()](learning, **arguments)]
     except (TypeError, ValueError) as error:
@@ -116,4 +128,5 @@ def assignment(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
+        # A word without quotes, as a command line has it.
         return name, value

@@ -44,10 +44,13 @@ def frontier_html(frontier: Frontier) -> str:
 def _picture(plot: Callable[[], Figure]) -> str:
     """A figure as SVG; nothing without matplotlib."""
     picture = io.StringIO()
+    # Tables say all that pictures show, so who has no matplotlib gets those.
     with suppress(PlotError):
         plot().savefig(picture, format="svg")
     drawn = picture.getvalue()
-    return drawn[max(drawn.find("<svg"), 0) :]  # without the XML header, which HTML does not want
+    # Without the XML header, which HTML does not want.
+    start = max(drawn.find("<svg"), 0)
+    return drawn[start:]
 
 
 def _text(shown: Plan | Frontier) -> str:

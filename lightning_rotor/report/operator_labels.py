@@ -13,35 +13,60 @@ from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.stages.sequential import Stage
 
 # They compute nothing. Shown only if a stage does nothing else.
-_QUIET = (
+_QUIET_NAMES = (
     "size dim numel getattr getitem assert view reshape transpose permute unsqueeze squeeze expand expand_as "
     "contiguous view_as reshape_as t movedim swapaxes unflatten chunk split unbind detach to type_as is_floating_point "
     "tree_unflatten eq ne lt le gt ge floordiv mod"
 )
+_QUIET = frozenset(_QUIET_NAMES.split())
+# Names of Python's operators that are not the words for them.
 _PLAIN = {"iadd": "add", "isub": "sub", "imul": "mul", "truediv": "div"}
 
 
 def operator_labels(stage: Stage) -> tuple[str, ...]:
     """Operators of a stage in order, for people; one that comes several times in a row is named once."""
-    labels = [label for module in stage.modules for label in _labels(module)]
-    loud = [label for label in labels if label not in _QUIET.split()] or labels
-    counted = ((label, len(list(group))) for label, group in groupby(loud))
-    return tuple(label if count == 1 else f"{label} (×{count})" for label, count in counted)
+    labels: list[str] = []
+    for module in stage.modules:
+        labels += _labels(module)
+    loud = [label for label in labels if label not in _QUIET]
+    counted = []
+    # A stage that only looks at shapes is shown as what it does: an empty box would say that nothing runs.
+    for label, group in groupby(loud or labels):
+        count = len(list(group))
+        counted.append(label if count == 1 else f"{label} (×{count})")
+    return tuple(counted)
 
 
 def _labels(operator: Any) -> Iterator[str]:
     """Labels of a module with the shape of its weight (``Linear 10×288``), a function, or a tensor's method by name."""
     match operator:
         case GraphSlice():
+            # What was recorded, since the slice itself is nothing that the user wrote.
             for inner in operator.operators:
                 yield from _labels(inner)
         case nn.Sequential():
             for member in operator:
                 yield from _labels(member)
         case nn.Module():
-            weight = getattr(operator, "weight", None)
-            sizes = "×".join(map(str, weight.shape)) if isinstance(weight, torch.Tensor) else ""
-            yield f"{type(operator).__name__} {sizes}".strip()
+            yield _module_label(operator)
+        case str():
+            yield _function_label(operator)
         case _:
-            name = operator if isinstance(operator, str) else getattr(operator, "__name__", str(operator))
-            yield _PLAIN.get(name.strip("_"), name.strip("_"))
+            # Objects that can be called need have no name.
+            yield _function_label(getattr(operator, "__name__", str(operator)))
+
+
+def _module_label(module: nn.Module) -> str:
+    name = type(module).__name__
+    # Any module may have an attribute of that name, such as a number.
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.dim():
+        return name
+    sizes = "×".join(map(str, weight.shape))
+    return f"{name} {sizes}"
+
+
+def _function_label(name: str) -> str:
+    """The name without the underscores of methods in place and of Python's operators."""
+    bare = name.strip("_")
+    return _PLAIN.get(bare, bare)

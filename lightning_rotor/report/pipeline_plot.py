@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,14 @@ _ROW_HEIGHT = 0.34
 _LEAST_HEIGHT, _MOST_HEIGHT = 0.9, 5.0
 _MEMORY_HEIGHT = 1.5
 _FRAME = 0.8
-_BAR = 0.84  # of its row
+# Of its row.
+_BAR = 0.84
 # A number in a bar that is narrower than this part of the axis for each of its digits would stick out.
 _LEAST_WIDTH = 0.014
-_MOST_NAMED, _MOST_LINES = 16, 4  # with more devices their rows are too thin for numbers and edges
+# With more devices their rows are too thin for numbers and edges.
+_MOST_NAMED = 16
+# Of memory: more lines than there are colours in a picture could not be told apart.
+_MOST_LINES = 4
 
 
 def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | None = None) -> Figure:
@@ -56,14 +61,18 @@ def plot_pipeline(simulation: PipelineSimulation | Partition, *, title: str | No
     if not simulation.seconds:
         raise PlotError("there is nothing to draw: expected actions that take time")
     devices = len(simulation.events)
-    heights = [min(max(_ROW_HEIGHT * devices, _LEAST_HEIGHT), _MOST_HEIGHT)]
+    rows_height = max(_ROW_HEIGHT * devices, _LEAST_HEIGHT)
+    heights = [min(rows_height, _MOST_HEIGHT)]
+    # A simulation from times alone knows of no bytes.
     if any(simulation.peak_bytes):
         heights.append(_MEMORY_HEIGHT)
     figure, (axes, *below) = panels_over_time(heights, _FRAME)
     duration, in_seconds = duration_unit(simulation.seconds)
     _draw_actions(axes, simulation, duration)
+    # The first device at the top, where micro-batches come in.
     axes.set(xlim=(0, 1.01 * simulation.seconds / duration), ylim=(devices - 0.5, -0.5), ylabel="device")
-    axes.set_yticks(range(0, devices, -(-devices // _MOST_NAMED)))
+    apart = math.ceil(devices / _MOST_NAMED)
+    axes.set_yticks(range(0, devices, apart))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.grid(visible=False)
@@ -92,19 +101,31 @@ def _draw_actions(axes: Axes, simulation: PipelineSimulation, duration: float) -
                 looks.add((phase, is_later_stage))
                 bars.append(Bar(event.device, start, end, PHASE_COLOURS[phase][is_later_stage]))
         number = str(event.action.micro_batch)
-        if has_room and event.end_seconds - middle > _LEAST_WIDTH * simulation.seconds * len(number):
+        width = event.end_seconds - middle
+        if has_room and width > _LEAST_WIDTH * simulation.seconds * len(number):
             axes.text(
-                (middle + event.end_seconds) / 2 / duration, event.device, number, ha="center", va="center",
-                color="#333333" if is_later_stage else "white", fontsize="x-small",
-            )  # fmt: skip
+                (middle + event.end_seconds) / 2 / duration,
+                event.device,
+                number,
+                ha="center",
+                va="center",
+                # White cannot be read on the paler bars.
+                color="#333333" if is_later_stage else "white",
+                fontsize="x-small",
+            )
+    # Edges tell bars of one colour apart. Of rows that are a few pixels high they would be all that is seen.
     draw_bars(axes, bars, duration, _BAR, "white" if has_room else None)
     has_later_stages = any(is_later_stage for _, is_later_stage in looks)
-    order = list(PHASE_LABELS)
-    for phase, is_later_stage in sorted(looks, key=lambda look: (order.index(look[0]), look[1])):
-        label = PHASE_LABELS[phase]
-        if has_later_stages:
-            label += ", later stages" if is_later_stage else ", first stage"
-        axes.fill_between((), (), facecolor=PHASE_COLOURS[phase][is_later_stage], label=label)
+    # In the order in which a step has them, not in that of the alphabet.
+    for phase in PHASE_LABELS:
+        for is_later_stage in (False, True):
+            if (phase, is_later_stage) not in looks:
+                continue
+            label = PHASE_LABELS[phase]
+            if has_later_stages:
+                label += ", later stages" if is_later_stage else ", first stage"
+            # Empty, for the legend alone: the bars are one collection with many colours.
+            axes.fill_between((), (), facecolor=PHASE_COLOURS[phase][is_later_stage], label=label)
 
 
 def _levels(simulation: PipelineSimulation) -> dict[str, Points]:

@@ -23,13 +23,19 @@ def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
     for skip in chain.skips:
         for use in skip.uses:
             skips[use].append(skip.size_bytes)
-        if skip.born >= 0:  # others are the caller's
-            skips[skip.born].append((skip.size_bytes, *(use - skip.born for use in skip.uses)))
+        if skip.born >= 0:
+            # Others come with the chain's input. Distances and not numbers: equal blocks hand on equally far.
+            distances = [use - skip.born for use in skip.uses]
+            skips[skip.born].append((skip.size_bytes, *distances))
+    # Bytes alone: seconds of equal stages differ by chance.
     size_fields = [field.name for field in fields(Option) if "_bytes" in field.name]
     keys: list[Hashable] = []
     for stage, detail, own_skips in zip(chain, details, skips, strict=True):
-        sizes = tuple(getattr(option, field) for option in stage.options for field in size_fields)
-        keys.append((stage.output_bytes, stage.recomputable, detail, sizes, tuple(own_skips)))
+        sizes = []
+        for option in stage.options:
+            sizes += [getattr(option, field) for field in size_fields]
+        key = stage.output_bytes, stage.recomputable, detail, tuple(sizes), tuple(own_skips)
+        keys.append(key)
     return keys
 
 
@@ -39,12 +45,29 @@ def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
     start = 0
     while start < len(keys):
         best = Run(start, 1, 1)
-        for length in range(1, min(longest, (len(keys) - start) // 2) + 1):
-            repeats = 1
-            while keys[start + repeats * length : start + (repeats + 1) * length] == keys[start : start + length]:
-                repeats += 1
-            if length * (repeats - 1) > best.length * (best.repeats - 1):
-                best = Run(start, length, repeats)
+        # No run is longer than half of what is left: it must come twice.
+        most = min(longest, (len(keys) - start) // 2)
+        for length in range(1, most + 1):
+            run = Run(start, length, _repeats(keys, start, length))
+            # Only if it leaves out more: of equal ones the shortest, which is looked at first, stays.
+            if _left_out(run) > _left_out(best):
+                best = run
         runs.append(best)
         start += best.length * best.repeats
     return runs
+
+
+def _repeats(keys: Sequence[Hashable], start: int, length: int) -> int:
+    """Number of times that the keys from a place on come in a row."""
+    pattern = keys[start : start + length]
+    repeats = 1
+    while True:
+        following = start + repeats * length
+        if keys[following : following + length] != pattern:
+            return repeats
+        repeats += 1
+
+
+def _left_out(run: Run) -> int:
+    """Stages that a drawing need not show."""
+    return run.length * (run.repeats - 1)

@@ -9,6 +9,7 @@ _MOST_LETTERS = 30
 
 def from_to(first: str, last: str, shorten: Callable[[str], str]) -> str:
     """Name of the stages from one to another, its parts shortened."""
+    # A stage that was merged of several is named like a run of them already.
     start = first.partition(" … ")[0]
     end = last.rpartition(" … ")[2]
     if start == end:
@@ -30,6 +31,7 @@ def _relative_name(start: str, end: str) -> str:
     around_start = start.split(".")[:-1]
     parts = end.split(".")
     shared = 0
+    # Without the last part, so that a name is left whatever the two share.
     for outer, part in zip(around_start, parts[:-1], strict=False):
         if outer != part:
             break

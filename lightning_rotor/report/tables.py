@@ -62,12 +62,16 @@ def plan_table(
     """
     peak_bytes = reserved_bytes + plan.peak_bytes
     if plain_peak_bytes is None:
+        # The optimizer steps in a plain step as well.
         plain_peak_bytes = max(reserved_bytes + plain_simulation(plan).peak_bytes, final_peak_bytes)
     if limit_bytes is None:
         limit_bytes = reserved_bytes + plan.budget_bytes
-    title = f"Recomputation plan, printed again: {printable(reason)}" if reason else "Recomputation plan"
+    title = "Recomputation plan"
+    if reason:
+        title += f", printed again: {printable(reason)}"
     table = Table(title=title, box=box.ROUNDED, show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
+    # A long schedule goes on in the next line: a part of it would be another schedule.
     table.add_column(overflow="fold")
     # Does it fit?
     table.add_row("Limit", _limit(limit_bytes, peak_bytes, reserved_bytes))
@@ -100,19 +104,27 @@ def plan_table(
 def _moved(plan: Plan, link: Link) -> str:
     """The stages that a plan moves, and the speed of the link."""
     speed = f"the link carries {format_bytes(link.out)}/s out and {format_bytes(link.back)}/s back"
+    # The speed in any case: a slow link is why nothing moves.
     if not plan.moved:
         return f"none of {_stages(plan)}; {speed}"
-    waits = f"{format_seconds(plan.stall_seconds)} of waits" if plan.stall_seconds else "no waits"
-    return f"{len(plan.moved)} of {_stages(plan)}, {format_bytes(plan.host_bytes)} elsewhere; {speed}, {waits}"
+    waits = "no waits"
+    if plan.stall_seconds:
+        waits = f"{format_seconds(plan.stall_seconds)} of waits"
+    moved = f"{len(plan.moved)} of {_stages(plan)}"
+    return f"{moved}, {format_bytes(plan.host_bytes)} elsewhere; {speed}, {waits}"
 
 
 def _add(table: Table, rows: Iterable[tuple[str, str]]) -> None:
     for name, value in rows:
+        # Users' names may hold what rich takes for markup.
         table.add_row(cell(name), cell(value))
 
 
 def _stages(plan: Plan) -> str:
-    return f"{len(plan.chain)} stage{'s' * (len(plan.chain) > 1)}"
+    count = len(plan.chain)
+    if count == 1:
+        return "1 stage"
+    return f"{count} stages"
 
 
 def _limit(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
@@ -126,16 +138,21 @@ def _limit(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
 
 def _peak(peak_bytes: int, final_peak_bytes: int, measured_peak_bytes: int | None) -> str:
     """The measured peak, or the predicted one before there is any."""
+    # One number for one thing: beside a measurement, a prediction would only make readers ask which one counts.
     if measured_peak_bytes is not None:
         return f"{format_bytes(measured_peak_bytes)}, measured"
+    peak = format_bytes(peak_bytes)
     if final_peak_bytes > peak_bytes:
-        return f"{format_bytes(final_peak_bytes)}, when the optimizer steps; {format_bytes(peak_bytes)} until then"
-    return format_bytes(peak_bytes)
+        # No plan lowers the optimizer's own peak, so both are said.
+        return f"{format_bytes(final_peak_bytes)}, when the optimizer steps; {peak} until then"
+    return peak
 
 
 def _overhead(plan: Plan, measured: float | None) -> str:
     """Time that recomputation adds, by the time of the planned modules without it: measured, or as planned."""
-    return f"{100 * plan.overhead:.1f} %, predicted" if measured is None else f"{100 * measured:.1f} %, measured"
+    if measured is None:
+        return f"{100 * plan.overhead:.1f} %, predicted"
+    return f"{100 * measured:.1f} %, measured"
 
 
 def _preparation(plan: Plan, measuring_seconds: float | None) -> tuple[str, str]:
@@ -146,6 +163,7 @@ def _preparation(plan: Plan, measuring_seconds: float | None) -> tuple[str, str]
 
 
 def _gap(plan: Plan) -> str:
+    # Less would be shown as 0.0 %.
     if plan.gap < 0.0005:
         return "nothing: no schedule within this limit is faster"
     return f"at most {100 * plan.gap:.1f} % of that time"
@@ -155,7 +173,10 @@ def stage_table(plan: Plan, *, most_rows: int = _MOST_ROWS) -> Table:
     """Treatment, bytes and seconds of a plan's stages; alike neighbours share a row, long tables lose the middle."""
     *rows, total = _rows(plan)
     if len(rows) > most_rows:
-        rows[most_rows // 2 : len(rows) - (most_rows - 1) // 2] = [tuple("⋮⋮⋮⋮⋮")]
+        # Both ends stay, as plans recompute early stages and keep late ones.
+        first_left_out = most_rows // 2
+        first_after = len(rows) - (most_rows - 1) // 2
+        rows[first_left_out:first_after] = [tuple("⋮⋮⋮⋮⋮")]
     table = Table(box=box.ROUNDED, title="Stages", title_justify="left")
     # Where it is narrow, names give way and numbers do not.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -181,23 +202,32 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
             again_seconds[event.stage] += event.seconds
 
     def sums(first: int, last: int) -> tuple[str, str]:
+        held = format_bytes(sum(held_bytes[first : last + 1]))
         again = sum(again_seconds[first : last + 1])
-        held = sum(held_bytes[first : last + 1])
-        return format_bytes(held), format_seconds(again) if again else ""
+        # An empty cell is seen faster than a zero among numbers.
+        return held, format_seconds(again) if again else ""
 
     moved = {move.item for move in plan.schedule.moves}
-    treatments = [
-        _treatment(plan.chain, item) + ", move" * (number in moved) for number, item in enumerate(plan.schedule.items)
-    ]
-    for treatment, group in groupby(zip(plan.schedule.items, treatments, strict=True), key=itemgetter(1)):
-        items = [item for item, _ in group]
+    treated: list[tuple[str, Item]] = []
+    for number, item in enumerate(plan.schedule.items):
+        treatment = _treatment(plan.chain, item)
+        if number in moved:
+            treatment += ", move"
+        treated.append((treatment, item))
+    for treatment, group in groupby(treated, key=itemgetter(0)):
+        items = [item for _, item in group]
         # Each segment holds an input of its own, so each gets a row.
-        runs = [items] if isinstance(items[0], Leaf) else [[item] for item in items]
+        runs = [[item] for item in items]
+        if isinstance(items[0], Leaf):
+            runs = [items]
         for run in runs:
-            first, last = run[0].first, run[-1].last
+            first = run[0].first
+            last = run[-1].last
             span = str(first) if first == last else f"{first}-{last}"
-            yield span, from_to(names[first], names[last], shortened), treatment, *sums(first, last)
-    peak = f"peak {format_bytes(plan.peak_bytes)} at {shortened(names[plan.simulation.peak_stage])}"
+            modules = from_to(names[first], names[last], shortened)
+            yield span, modules, treatment, *sums(first, last)
+    peak_stage = shortened(names[plan.simulation.peak_stage])
+    peak = f"peak {format_bytes(plan.peak_bytes)} at {peak_stage}"
     yield "", peak, "", *sums(0, len(names))
 
 
@@ -207,9 +237,13 @@ def _treatment(chain: Chain, item: Item) -> str:
         option = chain.stages[item.stage].options[item.option]
         if option.inverts:
             return option.name
-        return f"keep, {option.name}" if item.option else "keep"
+        if item.option:
+            return f"keep, {option.name}"
+        return "keep"
     # A stage runs once more for each segment that it is in.
-    return "recompute" if item.depth == 1 else f"recompute, up to {times(item.depth)}"
+    if item.depth == 1:
+        return "recompute"
+    return f"recompute, up to {times(item.depth)}"
 
 
 def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
@@ -227,11 +261,17 @@ def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: in
     if rows[-1].overhead < 1e-6:
         marked["keep all"] = rows[-1]
     for point in rows:
+        # Nothing is drawn for a curve without any overhead.
+        bar = ""
+        if worst:
+            bar = "█" * round(_BAR_WIDTH * point.overhead / worst)
+        # One point may be several of them: the least budget is the knee of a short curve.
+        notes = [note for note, marked_point in marked.items() if marked_point == point]
         table.add_row(
             format_bytes(reserved_bytes + point.peak_bytes),
             f"{point.overhead:.2%}",
             format_seconds(point.seconds),
-            "█" * round(_BAR_WIDTH * point.overhead / worst) if worst else "",
-            ", ".join(note for note, marked_point in marked.items() if marked_point == point),
+            bar,
+            ", ".join(notes),
         )
     return table

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 _HEIGHT = 3.2
 _STAGES_HEIGHT = 1.7
 _MOST_NAMES = 13
-_MOST_LETTERS = 20  # of a stage's name
+# Of a stage's name.
+_MOST_LETTERS = 20
 # A bar is at least this part of the axis high, so that 300 stages are still to be seen.
 _LEAST_BAR = 1 / 120
 
@@ -68,21 +69,29 @@ def plot_timeline(
         plain = plain or plain_simulation(simulation)
         budget_bytes = budget_bytes or reserved_bytes + simulation.budget_bytes
         simulation = simulation.simulation
-    figure, panels = panels_over_time((_HEIGHT, _STAGES_HEIGHT) if names else (_HEIGHT,))
+    heights = [_HEIGHT]
+    if names:
+        # Only a plan knows what its stages are called.
+        heights.append(_STAGES_HEIGHT)
+    figure, panels = panels_over_time(heights)
     events: Sequence[Event] = ()
     if simulation is not None:
         events = simulation.events
     lines: dict[str, Points] = {}
     if plain is not None:
         lines[PLAIN] = _outline(plain.events, reserved_bytes)
-    if measured is not None:
-        lines |= {name: points for name, points in measured.items() if points}
+    for name, points in (measured or {}).items():
+        # A GPU's recording has peaks alone, and no points.
+        if points:
+            lines[name] = points
     outline = _outline(events, reserved_bytes)
+    # The longest of all decides over the axis.
     moments = [seconds for points in (*lines.values(), outline) for seconds, _ in points]
     if not moments:
         raise PlotError("there is nothing to draw: expected a simulation or a measured timeline")
     end_seconds = max(moments)
     duration, in_seconds = duration_unit(end_seconds)
+    # The areas below are no lines, and may be higher than all of them.
     most = max((level for _, level in outline), default=1)
     size = draw_levels(panels[0], lines, duration, [("budget", budget_bytes)], most=most)
     if events:
@@ -121,6 +130,7 @@ def _draw_phases(axes: Axes, events: Sequence[Event], duration: float, size: int
         axes.fill_between((start, end), (before, after), peak, facecolor=pale, edgecolor=pale, linewidth=0.3)
         axes.fill_between((start, end), (before, after), base, facecolor=full, edgecolor=full, linewidth=0.3)
         start, before = end, after
+    # Empty areas, for the legend: each kind of phase once, however often it comes.
     for label, full, _ in dict.fromkeys(map(_look, events)):
         axes.fill_between((), (), facecolor=full, label=label)
     axes.fill_between((), (), facecolor="0.82", label="while running")
@@ -137,6 +147,7 @@ def _look(event: Event) -> tuple[str, str, str]:
 
 def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], duration: float) -> None:
     """A bar for each operation: its stage upwards, its duration to the right."""
+    # Here, since matplotlib is slow to import, and not a dependency.
     from matplotlib.ticker import MaxNLocator
 
     bars = []
@@ -150,6 +161,7 @@ def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], dura
     draw_bars(axes, bars, duration, height)
 
     def name_at(position: float, _: object) -> str:
+        # Ticks may lie beyond the first and the last stage.
         if not 0 <= position < len(names):
             return ""
         return shortened(names[round(position)], _MOST_LETTERS)

@@ -176,6 +176,10 @@ def _read_referent(reference: Any, _: str) -> Any:
     return reference()
 
 
+def _read_answer(ask: Callable[[], Any], _: str) -> Any:
+    return ask()
+
+
 def _read_cell(cell: CellType, _: str) -> Any:
     try:
         return cell.cell_contents
@@ -204,6 +208,8 @@ VARIABLE = _by_name(_read_variable, _write_variable, _leave)
 """The present value of a context variable, which nobody can set back to none."""
 REFERENT = _by_name(_read_referent, _leave, _leave)
 """The object that a weak reference refers to."""
+ANSWER = _by_name(_read_answer, _leave, _leave)
+"""The answer of a function that asks for a setting of the process."""
 CELL = _by_name(_read_cell, _write_cell, _remove_cell)
 """The variable of a closure, whatever it is called."""
 

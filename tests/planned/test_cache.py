@@ -10,7 +10,7 @@ from torch import nn
 from lightning_rotor import Checkpointable
 from lightning_rotor.planned.cache import PlanCache
 from lightning_rotor.planned.measurements import Measurements
-from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
+from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by, sizes_around
 from lightning_rotor.planned.prepared import Costs, Prepared, costs_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import minimum_budget, scheduled
@@ -97,9 +97,15 @@ def test_a_new_size_takes_the_fastest_schedule_that_fits() -> None:
     assert least_overhead_of([(64, with_plan)], 32, entry_for(32)[1].profile.chain, tight) == 0.0
 
 
-def entries_by_rows(*overheads: tuple[int, bool]) -> list[tuple[Signature, Prepared]]:
+def three_layers() -> Checkpointable:
+    return Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(4, 8), show_progress=False)
+
+
+NET = three_layers()
+
+
+def entries_by_rows(*overheads: tuple[int, bool], net: Checkpointable = NET) -> list[tuple[Signature, Prepared]]:
     """Calls of one module with so many rows; those with True recompute all they can."""
-    net = Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(4, 8), show_progress=False)
     plans = net._planned.plans
     entries = []
     for rows, is_lean in overheads:
@@ -127,6 +133,17 @@ def test_a_larger_size_covers_a_smaller_one_and_tells_what_that_may_lose() -> No
     # The plan of a size that keeps all is covered for nothing.
     plain_large = entries_by_rows((32, False))[0]
     assert covering(wanted, [large, plain_large]) == (plain_large[1], 0.0)
+
+
+def test_sizes_are_told_apart_by_all_dimensions_and_those_of_another_recording_are_passed_over() -> None:
+    small, wanted, large = entries_by_rows((8, False), (16, False), (32, False))
+    foreign = entries_by_rows((8, True), (32, True), net=three_layers())
+    wider, _ = NET._planned.plans.bind((torch.randn(1, 32, 8),), {})  # another number of dimensions
+    around = sizes_around(wanted[0], [large, *foreign, (wider, large[1]), small])
+    assert around.larger == [large[1]]
+    assert around.smaller == [small[1]]
+    assert sizes_around(large[0], [large]).larger == [large[1]]  # no smaller than itself
+    assert covering(wanted[0], foreign) is None
 
 
 def test_a_plan_beyond_its_budget_covers_nothing() -> None:

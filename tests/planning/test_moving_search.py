@@ -15,7 +15,9 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.link import Link
 from lightning_rotor.planning import Solver, frontier, minimum_budget, plan
+from lightning_rotor.planning.moving_search import MovingSearch
 from lightning_rotor.planning.placing import placed
+from lightning_rotor.planning.schedule_search import ScheduleSearch
 from lightning_rotor.schedule import Move, Schedule
 from lightning_rotor.simulator import Conditions, movable, simulate
 from tests.strategies import KINDS, random_chain, random_link, random_schedule, with_skips
@@ -140,3 +142,19 @@ def test_the_curve_with_a_link_is_below_the_one_without() -> None:
     assert moving[0].seconds < 0.8 * today[0].seconds  # nested segments vanish
     for share in (0.4, 0.6, 0.8):
         assert moving.at(int(share * peak)).seconds <= today.at(int(share * peak)).seconds * (1 + 1e-9)
+
+
+def test_a_search_without_a_link_is_that_of_schedules() -> None:
+    """And with one, what it finds for a budget is the same whatever was asked before."""
+    chain = random_chain(random.Random(5), 5, KINDS[0])
+    alone, search = MovingSearch(chain, slots=60), ScheduleSearch(chain, slots=60)
+    assert alone.smallest == search.smallest
+    assert alone.candidates() == search.candidates()
+
+    link = random_link(random.Random(5), chain)
+    first, second = (MovingSearch(chain, slots=60, link=link) for _ in range(2))
+    budgets = sorted({point.peak_bytes for point in search.candidates()})[:3]
+    found = [first.fastest(budget) for budget in budgets]
+    assert [second.fastest(budget) for budget in reversed(budgets)] == found[::-1]
+    assert first.smallest.peak_bytes <= search.smallest.peak_bytes
+    assert first.fastest(first.smallest.peak_bytes - 1) is None

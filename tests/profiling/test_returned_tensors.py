@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import BudgetError, RotorCallback
+from lightning_rotor.profiling.returned_tensors import ReturnedTensors
 from lightning_rotor.profiling.step_compute import StepCompute, measure_compute
 
 WORDS, WIDTH = 3000, 16
@@ -135,3 +136,53 @@ def test_logits_that_the_step_lets_go_of_are_not_kept() -> None:
     assert alone.measured_peak_bytes is not None
     assert abs(alone.predicted_peak_bytes - alone.measured_peak_bytes) <= 64
     assert kept.predicted_peak_bytes >= alone.predicted_peak_bytes + logits_bytes
+
+
+def test_a_tensor_is_used_by_an_operation_outside_of_its_module() -> None:
+    returned = ReturnedTensors()
+    loss, logits, states = torch.zeros(()), torch.zeros(2), torch.zeros(3)
+    returned.follow("net", (loss, logits, states))
+    returned.note_operation((loss,), running=[])
+    # What the module itself does with a view of its output is none of its caller's.
+    returned.note_operation((logits[:1],), running=["net"])
+    assert returned.unused("net") == frozenset(), "the step is not over"
+    del loss, logits, states
+    returned.end_step()
+    assert returned.unused("net") == {1, 2}
+    assert returned.unused("other") == frozenset()
+
+
+def test_what_is_still_held_when_the_step_ends_is_used() -> None:
+    returned = ReturnedTensors()
+    held = torch.zeros(2)
+    returned.follow("net", {"first": torch.zeros(1), "second": held})
+    returned.end_step()
+    assert returned.unused("net") == {0}
+
+
+def test_one_call_that_uses_a_tensor_is_enough() -> None:
+    returned = ReturnedTensors()
+    # All there at once, since a storage that is gone may give its identity to another.
+    calls = [(torch.zeros(1), torch.zeros(1)) for _ in range(2)]
+    for tensors in calls:
+        returned.follow("net", tensors)
+    del tensors
+    returned.note_operation(calls[1][1], running=[])
+    calls.clear()
+    returned.end_step()
+    assert returned.unused("net") == {0}
+
+
+def test_calls_that_return_unlike_tensors_tell_nothing() -> None:
+    returned = ReturnedTensors()
+    returned.follow("net", (torch.zeros(1), torch.zeros(1)))
+    returned.follow("net", (torch.zeros(1), torch.zeros(1), torch.zeros(1)))
+    returned.end_step()
+    assert returned.unused("net") == frozenset()
+
+
+def test_the_only_tensor_of_a_call_counts_as_used() -> None:
+    returned = ReturnedTensors()
+    returned.follow("net", torch.zeros(1))
+    returned.end_step()
+    assert returned.unused("net") == frozenset()

@@ -20,7 +20,7 @@ from lightning_rotor import Checkpointable, sequentialize
 from lightning_rotor.chain import Chain, Skip
 from lightning_rotor.errors import ProfilingError, ScheduleError
 from lightning_rotor.profiling import profile_chain
-from lightning_rotor.report import draw_chain
+from lightning_rotor.report.drawing import draw_chain
 from lightning_rotor.report.operator_labels import operator_labels
 from lightning_rotor.report.repeats import Run, folded, stage_keys
 from lightning_rotor.schedule import Schedule

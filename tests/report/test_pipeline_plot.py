@@ -12,8 +12,8 @@ from lightning_rotor.pipeline.partition import partition
 from lightning_rotor.pipeline.pipeline_schedule import orders
 from lightning_rotor.pipeline.pipeline_simulator import simulate_pipeline
 from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
-from lightning_rotor.report import PlotError, plot_pipeline
-from lightning_rotor.report.figures import PHASE_COLOURS
+from lightning_rotor.report.figures import PHASE_COLOURS, PlotError
+from lightning_rotor.report.pipeline_plot import plot_pipeline
 from tests.strategies import random_chain
 
 # Nothing of a pipeline's stages is moved, so that nothing waits for a copy.

@@ -8,7 +8,8 @@ between::
               they matter,       program over bounds)
               ``in_flight``)
 
-Read ``problem``, ``cuts``, ``in_flight`` (plans of runs), ``run_costs``, ``seconds_bounds``, ``search``, ``solve``.
+Read ``problem``, ``cuts``, ``sub_chains`` (runs of stages), ``in_flight`` (plans of runs), ``run_costs``,
+``seconds_bounds``, ``search``, ``solve``.
 """
 
 from lightning_rotor.pipeline.partition.problem import Link, PipelineDevice, Problem, RecomputeMode

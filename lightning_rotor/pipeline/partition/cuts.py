@@ -29,6 +29,7 @@ def stage_bytes(chain: Chain, param_scale: float = 2.0) -> list[float]:
         )
     sizes = []
     for stage in chain:
+        # Inputs are the outputs of the stages before, so each boundary counts once.
         kept = stage.keep.saved_bytes + stage.output_bytes
         sizes.append(kept + param_scale * stage.keep.parameter_gradient_bytes)
     return sizes
@@ -55,6 +56,7 @@ def even_balance(stages: int, parts: int) -> list[int]:
     if parts > stages:
         return [1] * stages
     size, larger_parts = divmod(stages, parts)
+    # Larger ones first: of micro-batches, the first is the one that is measured.
     return [size + 1] * larger_parts + [size] * (parts - larger_parts)
 
 

@@ -1,4 +1,4 @@
-r"""Runs of stages as chains of their own, and the fastest schedule of one that has several micro-batches in flight.
+r"""The fastest schedule of a run of stages that has several micro-batches in flight.
 
 Between its forward and its backward a micro-batch holds ``H`` bytes: what its schedule keeps, the inputs of its
 segments, its output. While one of ``k`` runs, the others hold theirs. So of all schedules with a peak ``P`` for a
@@ -29,15 +29,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
 
 import numpy as np
 
-from lightning_rotor.chain import Chain, Option, Skip, StageCost
+from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.pipeline.partition.sub_chains import END, with_end, without_end
 from lightning_rotor.pipeline.stage_loads import MicroBatchLoad
 from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.effort import SAME
@@ -47,17 +47,6 @@ from lightning_rotor.planning.solver import Solver
 from lightning_rotor.schedule import Leaf, Schedule, Segment
 from lightning_rotor.simulator import Event, Simulation, simulate
 
-END = "hand over"
-"""Name of the stage that :func:`with_end` adds."""
-_GRADIENT_COSTS = (
-    "unpack_peak_bytes",
-    "backward_peak_bytes",
-    "backward_segment_peak_bytes",
-    "backward_held_peak_bytes",
-    "unpack_bytes",
-    "input_gradient_bytes",
-)
-"""Costs of an option that are the gradient's bytes if nothing else is there."""
 # Sums of two numbers in one table: 0.1 s. A table of n stages has about n³ / 6 of them for each slot.
 _SUMS = 2e7
 _LEAST_SLOTS, _MOST_SLOTS = 400, 4000
@@ -70,104 +59,6 @@ _CLOSE_ENOUGH = 5e-4
 _ROOM = 1.25
 # Schedules with less memory that are tried where one exceeds its slots.
 _TRIES = 16
-
-
-# -------------------------------------------------------------------- runs of stages
-
-
-def sub_chain(chain: Chain, first: int, last: int) -> Chain:
-    """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's."""
-    if first == 0 and last == len(chain) - 1:
-        return chain
-    # By number of the skip in the whole chain, what of it is inside. Skips that the last stage makes for stages behind
-    # are parts of the output like any other.
-    inside: dict[int, Skip] = {}
-    handed_bytes = 0
-    for number, skip in enumerate(chain.skips):
-        if skip.born == last:
-            handed_bytes += skip.size_bytes
-            continue
-        part = _inside(skip, first, last)
-        if part is not None:
-            inside[number] = part
-    new_numbers = {number: place for place, number in enumerate(inside)}
-    stages = [_with_skips_renumbered(stage, new_numbers) for stage in chain.stages[first : last + 1]]
-    output_bytes = stages[-1].output_bytes + handed_bytes
-    stages[-1] = replace(stages[-1], output_bytes=output_bytes)
-    input_bytes = chain.input_bytes
-    if first > 0:
-        input_bytes = boundary_bytes(chain, first)
-    skips = tuple(inside.values())
-    return replace(chain, stages=tuple(stages), input_bytes=input_bytes, skips=skips)
-
-
-def _with_skips_renumbered(stage: StageCost, new_numbers: Mapping[int, int]) -> StageCost:
-    """A stage whose options name the skips that they save by new numbers; skips without one are left out."""
-    if not any(option.saved_skips for option in stage.options):
-        return stage
-    options = []
-    for option in stage.options:
-        saved = [new_numbers[number] for number in option.saved_skips if number in new_numbers]
-        options.append(replace(option, saved_skips=tuple(saved)))
-    return replace(stage, options=tuple(options))
-
-
-def boundary_bytes(chain: Chain, boundary: int) -> int:
-    """Bytes that cross a cut before a stage: its input and every skip that is needed behind it; nothing at the ends."""
-    if not 0 < boundary < len(chain):
-        return 0
-    crossing_bytes = chain.stages[boundary - 1].output_bytes
-    for skip in chain.skips:
-        is_needed = skip.in_output or skip.last_use >= boundary
-        if skip.born < boundary and is_needed:
-            crossing_bytes += skip.size_bytes
-    return crossing_bytes
-
-
-def with_end(chain: Chain, *, received: bool = False) -> Chain:
-    """A chain with a stage that does nothing at its end, so that everything before it may be a segment.
-
-    In a pipeline other micro-batches come between forward and backward. The output counts as the end's, which the
-    caller holds; a copy saved by the stage before counts apart: exact if recomputed, too much if kept. ``received``
-    says that the output's gradient lies in a buffer that is counted elsewhere.
-    """
-    last = chain.stages[-1]
-    gradient_bytes = last.output_bytes
-    if received:
-        gradient_bytes = 0
-    # An option that keeps nothing, whatever fields options have: only the gradient passes through it.
-    costs: dict[str, Any] = {field.name: 0 for field in fields(Option) if field.default is MISSING}
-    costs["name"] = "keep"
-    for name in _GRADIENT_COSTS:
-        costs[name] = gradient_bytes
-    end = StageCost(END, last.output_bytes, 0, 0.0, (Option(**costs),))
-    return replace(chain, stages=(*chain.stages, end))
-
-
-def without_end(schedule: Schedule) -> Schedule | None:
-    """A schedule of a chain with an end for the chain without it; None if it needs the end."""
-    items = schedule.items[:-1]
-    # A schedule must not end in a segment: there the end is what is kept behind it.
-    if items and isinstance(items[-1], Leaf):
-        return Schedule(items)
-    return None
-
-
-def _inside(skip: Skip, first: int, last: int) -> Skip | None:
-    """Part of a skip within ``first..last``, if it is read or made there before ``last``."""
-    readers = [place for place, use in enumerate(skip.uses) if first <= use <= last]
-    uses = tuple(skip.uses[place] - first for place in readers)
-    gradients = tuple(skip.gradient_bytes[place] for place in readers)
-    if skip.born < first:
-        # It comes with the input, whose bytes count it.
-        return Skip(-1, uses, 0, gradients) if uses else None
-    if skip.born > last:
-        return None
-    leaves_here = skip.in_output or skip.last_use > last
-    if not uses:
-        # Only handed on: as if the last stage read it. Its gradient arrives from outside.
-        uses, gradients = (last - first,), (0,)
-    return Skip(skip.born - first, uses, skip.size_bytes, gradients, in_output=leaves_here)
 
 
 @dataclass(frozen=True)
@@ -362,7 +253,13 @@ class _Columns:
 class _Search:
     """Best-first search over the memory that a micro-batch may hold."""
 
-    def __init__(self, columns: _Columns, in_flight: int, budget_bytes: int, best: StagePlan | None) -> None:
+    def __init__(
+        self,
+        columns: _Columns,
+        in_flight: int,
+        budget_bytes: int,
+        best: StagePlan | None,
+    ) -> None:
         self._columns, self._in_flight = columns, in_flight
         self._budget_bytes, self._best = budget_bytes, best
         # A heap of the bound in seconds and of the slots that may be held.

@@ -100,6 +100,7 @@ class Problem:
             raise PipelineError(
                 f"state_bytes has {len(self.state_bytes)} entries: expected one for each of the chain's {length} stages"
             )
+        # Every pipeline stage has a stage of the chain at least: torch's schedules have no room for an empty one.
         if self.stages > length:
             with_stages = ""
             if self.stages_per_device > 1:
@@ -116,6 +117,7 @@ class Problem:
 
     def device_of(self, stage: int) -> PipelineDevice:
         """Device of a pipeline stage."""
+        # As torch's interleaved schedules share them out: round and round.
         return self.devices[stage % len(self.devices)]
 
     @property
@@ -131,6 +133,7 @@ class Problem:
     @cached_property
     def simulator(self) -> StepSimulator:
         """Simulator of step durations."""
+        # Made once: it is asked for every cut that is tried.
         return StepSimulator(self.order, stages=self.stages, micro_batches=self.micro_batches)
 
     @cached_property
@@ -138,6 +141,7 @@ class Problem:
         """By pipeline stage, the most micro-batches at once."""
         most_by_stage: dict[int, int] = {}
         for device_order in self.order:
+            # Each stage is on one device, whose order has all its actions.
             most_by_stage.update(most_in_flight(device_order))
         return tuple(most_by_stage[stage] for stage in range(self.stages))
 

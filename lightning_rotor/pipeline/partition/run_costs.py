@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_rotor.chain import Chain
-from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan, boundary_bytes, sub_chain
+from lightning_rotor.pipeline.partition.in_flight import InFlightPlanner, StagePlan
 from lightning_rotor.pipeline.partition.problem import Problem
+from lightning_rotor.pipeline.partition.sub_chains import boundary_bytes, sub_chain
 from lightning_rotor.pipeline.stage_loads import MicroBatchLoad, PipelineStageLoad
 
 # Most tries to plan the stages of a device with less memory: each is a plan for every stage.
@@ -66,6 +67,7 @@ class Costs:
                 self.travel_seconds[place] = problem.link.seconds(message_bytes)
         self._memory = cache(problem.memory)
         self._memory_alone = cache(problem.memory_alone)
+        # Searches ask for the same runs again and again.
         self._planner = cache(self._made_planner)
         # By the run's costs, and whether it receives a gradient.
         self._planners: dict[tuple[Chain, bool], InFlightPlanner] = {}
@@ -183,7 +185,12 @@ class Costs:
         return self._memory(device).peak_bytes(loads, self.problem.results_bytes)
 
     def _with(
-        self, stage: int, first: int, last: int, plan: StagePlan, last_plan: StagePlan | None = None
+        self,
+        stage: int,
+        first: int,
+        last: int,
+        plan: StagePlan,
+        last_plan: StagePlan | None = None,
     ) -> StageChoice:
         """A run under its plans, as a pipeline stage."""
         input_gradient_bytes = self.problem.input_gradient_bytes

@@ -32,7 +32,12 @@ from lightning_rotor.pipeline.pipeline_schedule import Integers
 from lightning_rotor.pipeline.step_times import Reals
 
 
-def impossible(problem: Problem, stage: Integers, first: Integers, last: Integers) -> npt.NDArray[np.bool_]:
+def impossible(
+    problem: Problem,
+    stage: Integers,
+    first: Integers,
+    last: Integers,
+) -> npt.NDArray[np.bool_]:
     """True for runs that leave other pipeline stages without any stage of the chain, or that end beyond it."""
     n, stages = len(problem.chain), problem.stages
     too_early = first < stage
@@ -86,6 +91,7 @@ class Bounds:
 
     def learn(self, stage: int, first: int, last: int, choice: StageChoice | None) -> None:
         """Take the seconds of a planned run."""
+        # Longer runs have no bounds of their own, see ``longer_seconds``.
         if last - first >= self.longest:
             return
         extra = math.inf

@@ -14,11 +14,12 @@ from rich.table import Table
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition.cuts import Cuts, cuts_of, even_balance, least_bottleneck, runs_of
-from lightning_rotor.pipeline.partition.in_flight import END, StagePlan, sub_chain
+from lightning_rotor.pipeline.partition.in_flight import StagePlan
 from lightning_rotor.pipeline.partition.problem import PipelineDevice, Problem
 from lightning_rotor.pipeline.partition.run_costs import Costs, StageChoice
 from lightning_rotor.pipeline.partition.search import Search
 from lightning_rotor.pipeline.partition.seconds_bounds import impossible
+from lightning_rotor.pipeline.partition.sub_chains import END, sub_chain
 from lightning_rotor.pipeline.pipeline_simulator import PipelineSimulation, simulate_pipeline
 from lightning_rotor.pipeline.stage_loads import PipelineStageLoad
 from lightning_rotor.shown import cell, rendered
@@ -305,6 +306,7 @@ def check_balance(balance: Sequence[int] | str, names: Sequence[str], parts: int
     """A balance given by hand, checked for stages of these names and so many parts."""
     stages = len(names)
     even = even_balance(stages, parts)
+    # A text is a sequence, too, of letters.
     if isinstance(balance, str):
         raise PipelineError(f'balance is {balance!r}: expected "auto" or numbers such as {even}')
     are_numbers = all(map(is_positive_integer, balance))
@@ -324,13 +326,19 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(shown)
 
 
-def counted_in_stages(balance: Sequence[int], names: Sequence[str], children: Sequence[str], parts: int) -> list[int]:
+def counted_in_stages(
+    balance: Sequence[int],
+    names: Sequence[str],
+    children: Sequence[str],
+    parts: int,
+) -> list[int]:
     """A balance that counts a model's children, in stages, whose names begin with theirs; any other as it is.
 
     Raises ``PipelineError`` if it counts children, and not for so many parts.
     """
     if not all(map(is_positive_integer, balance)) or sum(balance) != len(children):
         return list(balance)
+    # Where stages are children the numbers mean the same, and the check of stages has the better message.
     if len(balance) != parts and len(names) != len(children):
         example = ""
         if parts <= len(children):
