@@ -48,7 +48,8 @@ class RotorBatchSizeAdvice(Callback):
         batch_sizes: Candidates; by default powers of two and halfway between, up to the first that does not fit.
         show_table: Print the candidates.
     Raises:
-        ModelError: ``module`` is no name. When training starts: no such module or attribute, or ``training_step`` does not call the module.
+        ModelError: ``module`` is no name. When training starts: no such module or attribute, or ``training_step`` does
+            not call the module.
         SampleError: When training starts: the module's input is no batch of two samples or more.
         BudgetError: When training starts: none of the sizes fits.
     Example:

@@ -290,8 +290,8 @@ class RotorCallback(Callback):
         OptionError: ``on_infeasible``, ``compiled_variants`` or ``offload`` is none of those above; ``slots`` or
             ``max_plans`` is no positive integer.
         ModelError: ``module`` is no name. In ``setup``: no such module, or none that is supported. In the first
-            training batch: it cannot be cut into stages, and it was named. Nothing is planned, with a warning, where ``training_step`` calls no
-            module that can be.
+            training batch: it cannot be cut into stages, and it was named. Nothing is planned, with a warning, where
+            ``training_step`` calls no module that can be.
         BudgetError: In the first training batch, before its optimizer step, or that of a larger shape: no schedule
             fits. For several calls, and where measured steps take more: behind a step. Says the least limit that would.
         OffloadError: In the first training batch: there is no such memory for the model's device, or it does not give
