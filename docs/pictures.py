@@ -1,13 +1,18 @@
-"""Draw the pictures of docs/how_it_works.md from a real plan: ``python docs/pictures.py``, some seconds on any machine.
+"""Draw the pictures of docs/how_it_works.md and docs/index.md: ``python docs/pictures.py``, a minute on any machine.
 
 Costs are estimated for an A100 from shapes alone, so every run draws the same pictures.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.text import Text
 from torch import nn
 
 from lightning_rotor import Chain, Plan, parse_bytes, plan
@@ -16,6 +21,8 @@ from lightning_rotor.profiling.estimates import estimate_profile
 from lightning_rotor.profiling.input_spec import InputSpec
 from lightning_rotor.profiling.models_without_memory import build_on_meta
 from lightning_rotor.report import plot_frontier, plot_timeline
+from lightning_rotor.report.command_line import main as command_line
+from lightning_rotor.report.drawing import SVG_FORMAT
 from lightning_rotor.report.figures import PHASE_COLOURS, PHASE_LABELS
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -77,8 +84,21 @@ def draw_schedule(found: Plan) -> Figure:
     return figure
 
 
+def record_terminal() -> str:
+    """The command of the page "Getting started" with what it prints, as a picture of a terminal."""
+    command = "plan --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB --device meta --curve"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if command_line(command.split()) != 0:
+            raise SystemExit("the command has failed")
+    console = Console(record=True, width=100, file=io.StringIO())
+    console.print(Text(f"$ lightning-rotor {command}\n"), Text(printed.getvalue()))
+    return console.export_svg(title="lightning-rotor plan", theme=DEFAULT_TERMINAL_THEME, code_format=SVG_FORMAT)
+
+
 def main() -> None:
     """Write all pictures."""
+    (FOLDER / "terminal.svg").write_text(record_terminal(), encoding="utf-8")
     profile = estimate_profile(build_on_meta(model), [InputSpec.parse(IMAGES)], GPUS["A100-80GB"])
     found = plan(profile.chain, parse_bytes(BUDGET))
     figures = {

@@ -53,10 +53,8 @@ class _Parser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             if option.startswith("--") and not any(each.startswith(option) for each in known):
                 message += did_you_mean(option, known)
-        self.exit(
-            2,
-            f"{self.prog}: error: {message}{'' if message.endswith('?') else '.'} {self.prog} --help shows how it is used\n",
-        )
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: error: {message}{end} {self.prog} --help shows how it is used\n")
 
 
 def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:

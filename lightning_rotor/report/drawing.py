@@ -56,7 +56,8 @@ _SEGMENT = PHASE_COLOURS["recompute"][0]
 _INVERTED = INVERSION_COLOURS[0]
 # rich escapes for XML, but leaves control characters and halves of characters, with which no viewer reads the file.
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_SVG = """<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}" width="{width}">
+SVG_FORMAT = """<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve"
+ viewBox="0 0 {width} {height}" width="{width}">
 <style>
 .{unique_id}-matrix {{ font: {char_height}px 'DejaVu Sans Mono', Menlo, Consolas, monospace }}
 {styles}
@@ -141,7 +142,7 @@ def draw_chain(
     boxes = _Boxes(chain, labels, options, depths, _colours(keys), again)
     for run in runs:
         console.print(boxes.run(run))
-    drawn = console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=_SVG)
+    drawn = console.export_svg(title=title or "chain", theme=DEFAULT_TERMINAL_THEME, code_format=SVG_FORMAT)
     return Drawing(_NOT_IN_XML.sub(lambda match: printable(match[0]), drawn))
 
 
