@@ -35,7 +35,7 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
 from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
 from tests.private_names import private_names, private_names_below
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT
 
 PACKAGE = ROOT / "lightning_rotor"
 
@@ -501,31 +501,6 @@ def test_the_log_of_allocations_sees_no_ranges_of_the_users() -> None:
         first.__exit__(None, None, None)
         second.__enter__()
     second.__exit__(None, None, None)
-
-
-OLDER_BLOCKS = """
-import torch
-from lightning_rotor.private import profiler
-
-def older_blocks(log):
-    older = torch.ones(10)
-    with log:
-        del older
-
-for step in range(3):
-    older_blocks(profiler.AllocationLog())
-print(profiler._reader_of_level() is not None)
-older_blocks(torch.autograd.profiler.profile(use_cpu=True, use_kineto=False, profile_memory=True))
-for step in range(1000):  # torch writes one line in a thousand
-    older_blocks(torch.autograd.profiler.profile(use_cpu=True, use_kineto=False, profile_memory=True))
-"""
-
-
-def test_no_line_of_torchs_is_shown_for_blocks_that_are_older_than_a_log() -> None:
-    printed, errors = run_python("-c", OLDER_BLOCKS)
-    if printed == "True\n":  # Linux
-        # The user's own profiler says it as ever.
-        assert errors.count("Memory block of unknown size") == 1
 
 
 # -------------------------------------------------------------------- processes

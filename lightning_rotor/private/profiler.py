@@ -1,11 +1,8 @@
 """torch's profiler, as far as it tells of the CPU's allocator."""
 
-import ctypes
 import os
 from collections.abc import Callable
-from functools import cache
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,41 +11,6 @@ from torch.autograd.profiler import profile
 _KINETO = "KINETO_LOG_LEVEL"
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """True while torch's profiler records in this thread. There is room for one, and no public question."""
-
-
-_LEVEL = "TORCH_CPP_LOG_LEVEL"
-# The level without that variable.
-_USUAL_LEVEL = "WARNING"
-
-
-@cache
-def _reader_of_level() -> Callable[[], None] | None:
-    """Torch's own function that reads the level of its C++ lines; None where it has another name (Windows, macOS)."""
-    library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    try:
-        # It holds Python's lock, so that no other thread sees the variable meanwhile.
-        read = ctypes.PyDLL(str(library))._ZN3c1011initLoggingEv
-    except (OSError, AttributeError):
-        return None
-    read.argtypes, read.restype = (), None
-    found: Callable[[], None] = read
-    return found
-
-
-def _show_cpp_lines_from(level: str) -> None:
-    """Let torch's C++ code write lines of this level and above; there is no public way after torch was imported."""
-    read = _reader_of_level()
-    if read is None:
-        return
-    before = os.environ.get(_LEVEL)
-    os.environ[_LEVEL] = level
-    try:
-        read()
-    finally:
-        if before is None:
-            del os.environ[_LEVEL]
-        else:
-            os.environ[_LEVEL] = before
 
 
 class AllocationLog(profile):
@@ -61,17 +23,6 @@ class AllocationLog(profile):
 
     def __init__(self) -> None:
         super().__init__(use_cpu=True, use_kineto=False, profile_memory=True)
-
-    def __enter__(self) -> Any:
-        # Torch writes a line about each thousandth block that is older than the log; there always are some.
-        _show_cpp_lines_from("ERROR")
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            super().__exit__(*exception)
-        finally:
-            _show_cpp_lines_from(os.environ.get(_LEVEL) or _USUAL_LEVEL)
 
     def _start_trace(self) -> None:
         module: Any = torch.autograd.profiler

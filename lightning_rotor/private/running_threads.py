@@ -29,6 +29,10 @@ _DRAW_NOTHING = tuple(
         "lightning_rotor/execution/file_memory.py",
         # Waits for what other processes compile.
         "torch/_inductor/",
+        # Send what was logged.
+        *("wandb/sdk/", "mlflow/", "comet_ml/", "neptune/", "clearml/", "aim/", "sentry_sdk/", "opentelemetry/"),
+        # Serve a notebook and a debugger.
+        *("ipykernel/", "IPython/core/history.py", "tornado/", "zmq/", "debugpy/", "pydevd"),
     )
 )
 """Code that runs in threads of its own for as long as the process lives, and draws no random numbers."""

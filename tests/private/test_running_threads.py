@@ -3,7 +3,9 @@
 import random
 import threading
 from io import StringIO
+from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress
 
@@ -36,3 +38,28 @@ def test_a_display_that_is_drawn_anew_is_no_thread_that_draws_random_numbers() -
     with Progress(console=Console(file=StringIO(), force_terminal=True)):
         assert any("rich" in type(each).__module__ for each in threading.enumerate())
         assert threads() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("/environment/site-packages/wandb/sdk/lib/service/service_finalizer.py", False),
+        ("/environment/site-packages/ipykernel/iostream.py", False),
+        ("/environment/site-packages/IPython/core/history.py", False),
+        ("/home/user/project/prefetching.py", True),
+        ("/environment/site-packages/prefetching/threads.py", True),
+    ],
+)
+def test_threads_that_log_or_serve_a_notebook_draw_nothing(file: str, counts: bool) -> None:
+    done = threading.Event()
+    names: dict[str, Any] = {}
+    # The code of a thread is known by its file.
+    exec(compile("def run(wait):\n    wait()\n", file, "exec"), names)
+    before = threads()
+    thread = threading.Thread(target=names["run"], args=(done.wait,))
+    thread.start()
+    try:
+        assert threads() == before + counts
+    finally:
+        done.set()
+        thread.join()
