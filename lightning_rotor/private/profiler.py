@@ -24,6 +24,17 @@ class AllocationLog(profile):
     def __init__(self) -> None:
         super().__init__(use_cpu=True, use_kineto=False, profile_memory=True)
 
+    def __enter__(self) -> Any:
+        # The profiler's library reads the variable once, when it is first prepared, and else writes lines to stderr
+        # about every start.
+        is_set = _KINETO in os.environ
+        os.environ.setdefault(_KINETO, "99")
+        try:
+            return super().__enter__()
+        finally:
+            if not is_set:
+                del os.environ[_KINETO]
+
     def _start_trace(self) -> None:
         module: Any = torch.autograd.profiler
         enable = module._enable_profiler
@@ -33,17 +44,12 @@ class AllocationLog(profile):
         def enable_for_no_scopes(config: Any, activities: Any) -> Any:
             return enable(config, activities, scopes)
 
-        # The profiler's library writes two lines to stderr at its first start.
-        is_set = _KINETO in os.environ
-        os.environ.setdefault(_KINETO, "99")
         # The parent's method takes no scopes to hand on.
         module._enable_profiler = enable_for_no_scopes
         try:
             super()._start_trace()
         finally:
             module._enable_profiler = enable
-            if not is_set:
-                del os.environ[_KINETO]
 
 
 def allocation_of(event: Any) -> Any | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -102,3 +104,16 @@ def test_a_profiler_on_another_process_is_in_the_way_where_processes_measure_tog
     require_free(is_taken=False)
     with pytest.raises(ProfilerBusyError, match="is recording on another process: measure before"):
         require_free(is_taken=False, ranks=Together())
+
+
+def test_recording_writes_nothing_to_stderr() -> None:
+    """The profiler's library would, about each start, in a process where nobody has used it before."""
+    code = (
+        "import torch\n"
+        "from lightning_rotor.private.torch_names import AllocationLog\n"
+        "for _ in range(2):\n"
+        "    with AllocationLog():\n"
+        "        torch.ones(4)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
