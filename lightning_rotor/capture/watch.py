@@ -19,7 +19,7 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.stages.known_layers import has_own_call
 from lightning_rotor.stages.user_code import is_users_class
 
-_STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "forward"}
+_STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "_lightning_rotor_compiled", "forward"}
 """Attributes of modules that are torch's or ours."""
 _forward_of = attrgetter("forward")
 _BASES = (nn.Module, object, ABC, Generic, Protocol)

@@ -7,7 +7,7 @@ whatever calls the module (hooks, wrappers, the user's code) calls it as before.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from types import MethodType
 from typing import Any, Protocol
 
@@ -65,7 +65,8 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that the user wrote for a module; the call of what is inside of what the compiler returned."""
     if is_compiler_wrapper(module):
         return module_inside(module).__call__
-    return MethodType(type(module).forward, module)
+    # torch.export follows a partial, and not a method that is made here.
+    return partial(type(module).forward, module)
 
 
 def attach(module: nn.Module, planned: ForwardInPlace) -> None:
@@ -87,7 +88,9 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
             "of its submodules"
         )
     # In this order: an interrupt in between leaves a module that runs its own forward.
-    module.__dict__[_COMPILED] = {} if compiled is None else {slot: compiled}
+    # Only where there is something: an attribute that comes and goes would count as a change of the module.
+    if compiled is not None:
+        module.__dict__[_COMPILED] = {slot: compiled}
     module.__dict__[_KEY] = planned
     written = module_inside(module) if is_compiler_wrapper(module) else module
     module.__dict__[slot] = MethodType(_in_place_of(type(written).forward), module)

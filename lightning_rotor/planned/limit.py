@@ -44,9 +44,10 @@ from lightning_rotor.planning.outside import Foresight
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase, highest_of
 from lightning_rotor.units import MemoryLimit, format_bytes
 
-# Minima are named with so much more: steps differ by a few bytes, or by a few boxes of a detector, and the way to the
-# least plan of several calls depends on the limit.
-_UNEVEN, _SEVERAL = 1.005, 1.02
+# Minima are named with so much more: steps differ by a few bytes, or by a few boxes of a detector.
+_UNEVEN = 1.005
+# And with so much of what plans can change, for the way to the least plan of several calls depends on the limit.
+_SEVERAL = 0.015
 
 
 class StepLimit:
@@ -376,15 +377,17 @@ class StepLimit:
 
         Steps have differed by ``spread_bytes``.
         """
-        calls = {call.key for call in step.numbers}
-        margin = _SEVERAL if len(calls) > 1 else _UNEVEN
+        least_bytes = int(highest.peak_bytes * _UNEVEN)
+        if len({call.key for call in step.numbers}) > 1:
+            changeable_bytes = max(highest.peak_bytes - self._resident.staying_bytes, 0)
+            least_bytes += int(changeable_bytes * _SEVERAL)
         stage = step.setter(highest)
         needs = f"a measured step has taken {format_bytes(highest.peak_bytes)} under the plan that takes least"
         if spread_bytes:
             needs += f", and steps differ by {format_bytes(spread_bytes)} under the same plan"
         error = limit_error(
             self.size_bytes,
-            int(highest.peak_bytes * margin) + spread_bytes,
+            least_bytes + spread_bytes,
             needs=f"{needs} (set by {stage!r})",
             stage=stage,
             remedy="raise mem_limit or lower the batch size",
