@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        known = [option for option in self._option_string_actions if option.startswith("--")]
+        known = re.findall(r"--[a-z][a-z-]*", self.format_help())
         for word in self._given:
             option = word.partition("=")[0]
             if option.startswith("--") and not any(each.startswith(option) for each in known):
