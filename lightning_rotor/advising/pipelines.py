@@ -14,7 +14,7 @@ from lightning_rotor.advising.model_costs import StageTensors
 from lightning_rotor.advising.python_lines import pipeline_lines
 from lightning_rotor.advising.task import Task
 from lightning_rotor.pipeline.partition import Partition, PartitionError, partition
-from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
+from lightning_rotor.pipeline.pipeline_schedule import SCHEDULES, PipelineScheduleName
 from lightning_rotor.planned.batch_sizes import AffineCosts
 from lightning_rotor.private.torch_names import sent_outputs_linger
 
@@ -22,14 +22,13 @@ from lightning_rotor.private.torch_names import sent_outputs_linger
 _FINE = 64
 # Micro-batches for each device of a pipeline: more make the bubble smaller, and each of them slower.
 _ROUNDS = (1, 2, 4, 8)
-_SCHEDULES: tuple[PipelineScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
 
 
 def pipelines(task: Task) -> list[Choice]:
     """The fastest number of micro-batches that fits, of each schedule over each number of devices."""
     choices = []
     for stages in _numbers_of_stages(task):
-        for schedule in _SCHEDULES:
+        for schedule in SCHEDULES:
             fastest = _fastest(task, stages, schedule)
             if fastest is not None:
                 choices.append(fastest)

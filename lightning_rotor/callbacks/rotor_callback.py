@@ -41,7 +41,7 @@ _TENSORBOARD = packages.from_each("loggers.TensorBoardLogger")
 _WANDB = packages.from_each("loggers.WandbLogger")
 _MLFLOW = packages.from_each("loggers.MLFlowLogger")
 
-# -------------------------------------------------- A plan, seen from the whole training process: what users are shown.
+# A plan, seen from the whole training process: what users are shown.
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,9 +273,6 @@ def _log_plan(trainer: pl.Trainer, prefix: str, shown: _ProcessPlan) -> None:
 def _named(logger: Logger, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     # As Lightning's own DeviceStatsMonitor names what it logs, so that loggers group it.
     return {f"{prefix}{logger.group_separator}{name}": value for name, value in values.items()}
-
-
-# -------------------------------------------------------------------------------------------------- The callback.
 
 
 class RotorCallback(Callback):

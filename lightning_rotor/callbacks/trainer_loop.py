@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _takes_argument = packages.function("utilities.signature_utils.is_param_in_hook_signature")
 
-# ------------- A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
+# A ``training_step`` that leaves nothing behind: run on a copy without values, cut off from the Trainer.
 
 
 def _isolate(module: nn.Module, trainer: _TrainerStandIn) -> None:
@@ -286,7 +286,7 @@ class TrainerLoop(TrainingLoop):
                 parameter.requires_grad = state
 
 
-# -------------------- ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
+# ``self.log`` inside of a planned module counts once: what is measured or recomputed logs nothing.
 
 
 @outside_of_graphs

@@ -52,8 +52,8 @@ def taken_apart(name: str, what: str = "it", *, reason: str = "") -> str:
     because = f" ({reason})" if reason else ""
     return (
         f"{name} was compiled as a whole, but a plan takes it apart{because}, so {what} runs uncompiled from now on: "
-        "expected "
-        "blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every plan"
+        "expected blocks to be compiled (for block in net.blocks: block.compile()), which stay compiled under every "
+        "plan"
     )
 
 

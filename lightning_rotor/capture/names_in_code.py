@@ -30,7 +30,10 @@ def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def names_of_others(code: CodeType) -> frozenset[str]:
-    """Names of attributes in code that it reads of anything but its first argument, which is mostly ``self``."""
+    """Names of attributes in code that it reads of anything but its first argument, which is mostly ``self``.
+
+    Names of methods that it calls are left out. With ``getattr`` in the code its strings are among them.
+    """
     # CPython 3.11 and newer keep caches between instructions.
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     own = code.co_varnames[:1] if code.co_argcount else ()

@@ -87,6 +87,7 @@ def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ..
         return "call_function", _OPERATORS[forward_name], (args[1], args[0])
     if isinstance(args[0], torch.Tensor):
         return "call_method", name, args
+    # A method of tensors, called on something else, as torch.Tensor.add(2, x).
     return "call_function", function, args
 
 

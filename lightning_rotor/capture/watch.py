@@ -60,12 +60,15 @@ class Watch:
         self._shapes = self._shapes_now()
 
     def holds(self) -> bool:
-        """True if everything still looks the same. This runs at every training call."""
+        """True if everything still looks the same. This runs at every training call.
+
+        The quick comparison comes first. What a slow one has seen without a change serves the next quick one.
+        """
         if self._copies is None or not self._copies.hold() or self._shapes_now() != self._shapes:
             copies = Copies()
             if self.changed(copies=copies) is not None:
                 return False
-            # As many attributes as before, and the known ones among them: none is new.
+            # Settling notes the number of attributes: as many as before, with the known ones among them, so none is new.
             copies.settle(*self._parts())
             self._copies = copies
         return self._outside()

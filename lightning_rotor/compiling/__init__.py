@@ -7,6 +7,6 @@ keeps them, with as little recomputation as the planner finds, to be compiled by
 - ``stage_options``: what each stage may save, as torch's own minimum cuts choose it at several budgets.
 - ``graph_costs``: bytes and seconds of nodes; ``graph_chain``: of the stages, as a ``Chain``.
 - ``backward_writer``: the pair of graphs for a schedule, with nested recomputation in the backward.
-- ``peak_count``: the peak of a finished pair, with ``workspaces``, which kernels take while they run.
+- ``peak_count``: the peak of a finished pair, with ``kernel_workspaces``, which kernels take while they run.
 - ``partitioner``: the fastest schedule whose pair keeps the budget.
 """

@@ -11,9 +11,9 @@ from torch import fx
 from lightning_rotor.compiling.backward_writer import graphs_for
 from lightning_rotor.compiling.graph_chain import chain_of
 from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
+from lightning_rotor.compiling.kernel_workspaces import Workspaces
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
-from lightning_rotor.compiling.workspaces import Workspaces
 from lightning_rotor.errors import BudgetError, ModelError
 from lightning_rotor.planning import frontier
 from lightning_rotor.private.operators import OpOverload

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lightning_rotor.compiling.graph_costs import is_pointwise, is_view, node_bytes, owner
-from lightning_rotor.compiling.workspaces import Workspaces
+from lightning_rotor.compiling.kernel_workspaces import Workspaces
 from lightning_rotor.private.partitioning import is_tangent
 
 

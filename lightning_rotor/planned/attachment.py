@@ -33,7 +33,7 @@ class ForwardInPlace(Protocol):
 
     @property
     def compiled(self) -> CompiledCall | None:
-        """What the user compiled as a whole and this stands in for; None if it stands in for the code inside."""
+        """The compiled whole that this stands in for; None if it stands in for the code inside."""
 
     @property
     def active(self) -> bool:

@@ -22,7 +22,7 @@ from lightning_rotor.private.torch_names import (
 )
 
 PRESSED = "pressed"
-"""Key of what is saved of a training that ran out of memory as it was compiled."""
+"""Key of what is saved of a training that ran out of memory as it was compiled. No event of the step's state."""
 
 
 def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str, str] | None = None) -> str | None:

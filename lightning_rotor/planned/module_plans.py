@@ -342,7 +342,10 @@ class ModulePlans:
         return signature.size <= median
 
     def costs_beside(self, signature: Signature, value: Any, turn: Turn) -> tuple[Signature, Costs]:
-        """Costs of a call in a step of several, and the signature that they are for: its own, or its class's."""
+        """Costs of a call in a step of several, and the signature that they are for: its own, or its class's.
+
+        They are known, bounds for its class of sizes, of a checkpoint, or else measured now.
+        """
         entry = self.cache.use(signature, turn)
         if entry is None:
             in_class = self.classes.of(signature)
@@ -585,7 +588,7 @@ class ModulePlans:
         return costs
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
-        """Bytes that a plan may use; without the ceiling, if the device had as much as it seemed to have."""
+        """The budget of a plan. ``ceiling=False`` ignores what running out of memory has taught, for that error's text."""
         budget = self._source.budget(self.name, profile)
         # Copies of small buffers, for a second run, are there from the forward's begin to its end.
         lingering_bytes = budget.lingering_bytes + profile.copied_bytes
@@ -742,7 +745,7 @@ class ModulePlans:
 
 
 def _saving_more(before: Saving, excess: Saving, least: Saving) -> Saving:
-    """What to save where a pair of graphs that was to save so much, and was measured, is still above the budget.
+    """Saving to ask for where a pair of graphs that was to save so much, and was measured, is above the budget.
 
     It is at least what counting asks for with the budget of now.
     """

@@ -119,7 +119,7 @@ class PathPlanner:
         self._unmeasured.discard(path)
 
     def unmeasured_like(self, path: Path) -> list[Path]:
-        """Other paths of the same calls that were planned before anything was measured around them."""
+        """Further paths of the same calls that were planned before anything was measured around them."""
         others = []
         for other in self._unmeasured:
             if other != path and are_alike(path, other):

@@ -77,7 +77,8 @@ class Signature:
     def family(self) -> Any:
         """Equal for signatures that differ in the sizes of tensors alone, and perhaps in the recording.
 
-        For costs and schedules. What runs one call may run another only if that ``differs_in_sizes``.
+        For costs and schedules. An executor may run another call only if the two are of one recording, see
+        :meth:`differs_in_sizes`.
         """
         names = tuple(stage.name for stage in self.cut.stages)
         dimensions = tuple(map(len, self.shapes))

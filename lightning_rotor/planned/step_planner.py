@@ -566,9 +566,10 @@ class StepPlanner(BudgetSource):
         return prepared
 
     def budget(self, name: str, profile: Profile) -> Budget:
-        """Bytes that a plan for one call may use now.
+        """The budget of a plan for one call now. Notes that the step is shared, if it is.
 
-        If others share the step, it is 0 until the step is over, but for a call that leaves much room without a plan.
+        While other calls share the step it is a provisional 0, unless this call takes at most half of the budget with
+        nothing recomputed.
         """
         step = self._step
         self._look_at_start(step)

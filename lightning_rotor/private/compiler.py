@@ -82,7 +82,7 @@ def compiled_method_of(module: nn.Module, name: str) -> Any | None:
 
 
 class CompiledCall(NamedTuple):
-    """What runs when a module is called that was compiled as a whole.
+    """Code that runs when a module is called that was compiled as a whole.
 
     Attributes:
         slot: Key of the module's ``__dict__`` under which something else can stand in its place.
@@ -98,7 +98,7 @@ class CompiledCall(NamedTuple):
 
 
 def compiled_call_of(module: nn.Module) -> CompiledCall | None:
-    """What runs when a module is called that the user compiled as a whole, in whatever way; None for any other."""
+    """Code that runs when a module is called that the user compiled as a whole; None for any other module."""
     slot = "forward"
     told_by: Any = module
     run: Any

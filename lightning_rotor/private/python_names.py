@@ -110,7 +110,7 @@ SEMAPHORES = _semaphores()
 
 
 def value_of_semaphore(semaphore: Any) -> Any:
-    """How often a semaphore may be taken now; None where the system does not tell, as on macOS."""
+    """Number of times that a semaphore may be taken now; None where the system does not tell, as on macOS."""
     try:
         return semaphore._get_value()
     except (AttributeError, NotImplementedError):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
+from lightning_rotor.compiling.kernel_workspaces import Workspaces
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
-from lightning_rotor.compiling.workspaces import Workspaces
 
 ATEN = torch.ops.aten
 KIB = 1024
