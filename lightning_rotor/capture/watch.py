@@ -68,7 +68,7 @@ class Watch:
             copies = Copies()
             if self.changed(copies=copies) is not None:
                 return False
-            # Settling notes the number of attributes: as many as before, with the known ones among them, so none is new.
+            # Settling notes how many attributes there are: as many as before with the known ones among them, none new.
             copies.settle(*self._parts())
             self._copies = copies
         return self._outside()

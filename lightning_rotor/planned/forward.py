@@ -35,6 +35,7 @@ from lightning_rotor.profiling import Profile
 from lightning_rotor.units import format_bytes
 
 _log = logging.getLogger(__name__)
+# With fullgraph=True torch.compile ends in an error of its own here, which shows this reason.
 NO_GRAPH = (
     "lightning-rotor runs this module under a recomputation plan, which cannot be one graph: expected torch.compile "
     "without fullgraph=True, or torch.compile of the layers inside the planned module"
@@ -99,6 +100,7 @@ class PlannedForward:
         if not self._plans_for(module, args, kwargs):
             return plainly()
         with self.caches.off():
+            # In the order of what they take: the first asks least, and most steps come no further than the second.
             call = (
                 self._roomy_call(args, kwargs) or self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
             )
@@ -109,6 +111,7 @@ class PlannedForward:
                 return plainly()
             source = self._source
             source.hear(CallBegins(call.value))
+            # The plan that ran in the end: out of memory, the forward runs again under a smaller one.
             output, prepared = self._run(call, plainly if call.prepared.runs_plainly else None)
             pending = await_backward(output, call.value, once=not prepared.runs_plainly)
             source.hear(CallRan(self.plans.name, call.signature, prepared, pending))

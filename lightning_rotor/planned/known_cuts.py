@@ -64,7 +64,8 @@ class KnownCuts:
         self._compiled = compiled
         # Those used last are at the end.
         self._cuts: list[Cut] = []
-        self._recorded = 0  # times
+        # Times, for the warning. A cut that was forgotten and is made again counts as well.
+        self._recorded = 0
         # Submodules as they were, and which of them are torch's own without hooks.
         self._submodules: tuple[nn.Module, ...] | None = None
         self._stock: tuple[bool, ...] = ()

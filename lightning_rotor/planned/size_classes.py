@@ -21,6 +21,8 @@ from lightning_rotor.planning.size_bounds import flat
 _AN_OCTAVE = 8
 # Logarithms of the classes' own sizes are a hair off, and must not round up.
 _ROUNDING = 1e-9
+# Code that branches on sizes has a family for each branch. One that was forgotten begins again with its own
+# sizes.
 _MOST_FAMILIES = 64
 
 

@@ -53,7 +53,10 @@ class InputSpec:
     ) -> torch.Tensor:
         """A tensor of random numbers, or of ones if they are whole: a valid index, and a mask that masks nothing."""
         if not self.dtype.is_floating_point:
+            # Not zeros: as a mask they would hide everything, and a loss over nothing is NaN.
             return torch.ones(self.shape, dtype=self.dtype, device=device)
+        # A type that was written down stays. float32 may be the default alone, which a model in another one cannot
+        # take.
         dtype = self.dtype
         if dtype == torch.float32 and floating is not None:
             dtype = floating

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+# Less is over before anybody wonders, and a bar that comes and goes at once would flicker.
 _LONG_SECONDS = 2.0
 _REFRESH_SECONDS = 0.2
 # Chains of fewer stages are planned within a fraction of a second, and no thread is worth starting for them.
