@@ -12,7 +12,7 @@ import torch
 from torch.distributed import pipelining
 
 from lightning_rotor.pipeline.micro_batch_stage import MicroBatchStage
-from lightning_rotor.private.torch_names import sent_outputs_linger
+from lightning_rotor.private.pipelining import sent_outputs_linger
 
 OPERATIONS = [f"get_{way}_{what}_ops" for way in ("fwd", "bwd") for what in ("recv", "send")]
 CALLED = ["forward_one_chunk", "backward_one_chunk", "clear_runtime_states", *OPERATIONS]

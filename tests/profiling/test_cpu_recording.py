@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_rotor.errors import ProfilerBusyError
-from lightning_rotor.private.torch_names import is_profiling
+from lightning_rotor.private.profiler import is_profiling
 from lightning_rotor.profiling.cpu_recording import CpuRecording, require_free
 from lightning_rotor.profiling.meters import CpuMeter
 from lightning_rotor.profiling.ranks import Ranks
