@@ -23,7 +23,7 @@ def test_a_tensor_has_its_mode_and_no_value() -> None:
 
 
 def test_a_value_that_was_given_is_known_until_it_is_forgotten() -> None:
-    with fake_mode() as mode, mode, with_values(8):
+    with fake_mode() as mode, with_values(8):
         number = fake_with_value(mode, torch.tensor(3))
         known = value_of(number)
         assert known is not None
