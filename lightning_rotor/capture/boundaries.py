@@ -127,7 +127,10 @@ class _Lifetimes:
         self._alive.append(list(alive))
 
     def cuts(self, memory: Mapping[fx.Node, OpMemory]) -> list[int]:
-        """Numbers of operations before each cut: one between any two that save something, where the least is alive."""
+        """Numbers of operations before each cut: where one value is alive, and between any two that save something.
+
+        Modules with an inverse are cut out. Stages of next to no weight, and those beyond a number, are joined.
+        """
         # Each module with an inverse is a stage by itself: only so can a plan give up its input alone.
         alone = self._invertible()
         cuts = self._at_bottlenecks() | self._between_saving(memory) | self._around(alone)

@@ -189,10 +189,10 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def plain_value(value: Any) -> Any:
-    """A value that never changes, comparable; None for any other."""
+    """The type and a value that never changes, as a pair to compare; no pair but None for any other value."""
     kind = type(value)
-    if kind is float:
-        # NaN is unequal to itself.
+    if kind is float or kind is complex:
+        # NaN is unequal to itself, and -0.0 equals 0.0.
         return kind, repr(value)
     if kind in PLAIN:
         return kind, value

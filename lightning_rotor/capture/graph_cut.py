@@ -62,7 +62,7 @@ class GraphCut:
 
     @property
     def numbers(self) -> list[Slot]:
-        """Numbers of modules that are inputs."""
+        """Attributes that hold an int or a float now, and are inputs of the recording instead of constants."""
         numbers = []
         for owner, name in self.guards.attributes:
             # By type, as a bool is an int for isinstance.

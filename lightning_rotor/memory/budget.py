@@ -150,7 +150,7 @@ class Budget:
         )
 
     def fits(self, plan: Plan) -> bool:
-        """True if a plan is what would be planned with this budget."""
+        """True if a plan was made for exactly this budget. One for less would have room, and is not meant."""
         is_of_this_size = plan.budget_bytes == max(self.available_bytes, 1)
         return is_of_this_size and plan.conditions == self.conditions
 

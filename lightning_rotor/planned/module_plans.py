@@ -489,10 +489,11 @@ class ModulePlans:
         return self._measured(signature, value, self._compiled)
 
     def _measured_as_needed(self, signature: Signature, value: Any, before: Costs | None = None) -> Costs:
-        """Measure a call. Stages that the user compiled get other code only if something must be recomputed.
+        """Measure a call, and put its costs into the cache.
 
-        Where there is room, noise must not choose such code, and compiling it would cost more than it could save.
-        ``before`` are costs of the call as it was measured last, if its plans have less room since.
+        Stages that the user compiled get other code only if something must be recomputed. Where there is room, noise
+        must not choose such code, and compiling it would cost more than it could save. ``before`` are costs of the
+        call as it was measured last, if its plans have less room since.
         """
         is_compiled = any(compiled_in(stage) for stage in signature.cut.stages)
         if not is_compiled or self.together or self._settings.compiled_variants == "off":

@@ -84,6 +84,9 @@ def test_equal_values_of_other_types_are_others() -> None:
     assert Copies().of((1,)) != Copies().of([1])
     assert Copies().of(0.0) != Copies().of(-0.0)
     assert Copies().of(float("nan")) == Copies().of(float("nan"))
+    assert Copies().of(complex("nan")) == Copies().of(complex("nan"))
+    assert Copies().of(0.0) != Copies().of(-0.0)
+    assert Copies().of(complex(0.0, 0.0)) != Copies().of(complex(0.0, -0.0))
 
 
 def test_a_container_in_itself_comes_to_an_end() -> None:
