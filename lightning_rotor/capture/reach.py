@@ -45,6 +45,8 @@ from lightning_rotor.stages.user_code import is_users, is_users_class
 _MOST_VALUES = 20_000
 _TABLE, _IN_TABLE, _OUTSIDE = 0, 1, 2
 """Levels: a table of a recorded module, an object in one, and everything else."""
+_COMPARED_ALONE = (*FILLED, *IN_C)
+"""Types whose values count by what is in them, which one look at an object that holds them does not show."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,7 +193,7 @@ class Reach:
             place = Place(holder.kind, holder.owner, name)
             value = place.read()
             where = f"{holder.where}.{name}"
-            is_in_object = holder.level == _IN_TABLE and not isinstance(value, (*FILLED, *IN_C))
+            is_in_object = holder.level == _IN_TABLE and not isinstance(value, _COMPARED_ALONE)
             is_compared = holder.level == _TABLE or is_in_object
             is_method = holder.kind is kinds.CLASS_ENTRIES and _is_code(name, value)
             if is_compared or is_method:
