@@ -661,11 +661,13 @@ def test_a_plan_that_turns_out_slower_goes_again(batch: torch.Tensor, monkeypatc
         return solved[0] if len(solved) == 1 else scheduled(profile.chain, whole)
 
     monkeypatch.setattr(ModulePlans, "_solve", solve)
-    plans = train_timed(net, batch, [1.5, 5.0, 1.0], monkeypatch)
+    # Far off, as the second plan has one segment less, but recomputes more: with stages of microseconds, whose costs
+    # are mostly noise, half as much again would now and then not make it the better one.
+    plans = train_timed(net, batch, [10.0, 50.0, 1.0], monkeypatch)
     seen = [plan.schedule for plan in dict.fromkeys(plans)]
     assert seen == [solved[0].schedule, whole, solved[0].schedule]
     assert plans[-1].overhead == pytest.approx(
-        solved[0].overhead + 0.5 * seconds_again(solved[0]) / solved[0].chain.step_seconds
+        solved[0].overhead + 9.0 * seconds_again(solved[0]) / solved[0].chain.step_seconds
     )
 
 
