@@ -382,7 +382,7 @@ class Checkpointable(nn.Module):
         compiled = compiled_call_of(module)
         # What the compiler returned has no code of its own that could be planned without it.
         if compiled is not None and not is_compiler_wrapper(module):
-            if objection_to_planning_inside(settings_told_by(compiled)):
+            if objection_to_planning_inside(settings_told_by(compiled), module):
                 compiled = None
         planned = PlannedForward(module, self._limit, self._settings, compiled=compiled)
         self.__dict__["_planned"] = planned

@@ -27,7 +27,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import BudgetError, RotorCallback, RotorWarning
+from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
 from tests.training import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("coarse_tables")
@@ -529,8 +529,8 @@ def test_compiled_models_train_under_a_plan(tmp_path: Path, part: str) -> None:
 @pytest.mark.feature("torch.compile", "`fullgraph=True` is refused with a reason")
 @pytest.mark.parametrize("part", ["target"])
 def test_one_graph_is_refused(tmp_path: Path, part: str) -> None:
-    message = r"lightning-rotor runs this module under a recomputation plan, which cannot be one graph"
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=message):
+    message = r"fullgraph=True lets this model run under no plan that keeps mem_limit: 'body.*' was compiled as a whole"
+    with pytest.raises(ModelError, match=message):
         fit(tmp_path, [RotorCallback(LIMIT, show_table=False)], lambda: compiled(part, fullgraph=True))
 
 

@@ -108,7 +108,7 @@ class CompiledModules:
         if self.saving is not None:
             if len(modules) > 1:
                 return {}
-            objection = objection_to_planning_inside(_settings_of(modules[0]))
+            objection = objection_to_planning_inside(_settings_of(modules[0]), modules[0])
             if objection:
                 raise CannotRepeatError(objection)
             inside = partial(_compile_inside, saving=self.saving)
@@ -233,19 +233,21 @@ def _may_draw(graph: fx.GraphModule) -> bool:
     return bool(draws.kinds)
 
 
-def objection_to_planning_inside(settings: private.CompilerSettings | None) -> str:
-    """Why a graph that is compiled so cannot be planned inside, as far as settings tell; empty if it can."""
+def objection_to_planning_inside(settings: private.CompilerSettings | None, module: nn.Module) -> str:
+    """Why a module that is compiled so cannot be planned inside, as far as settings tell; empty if it can."""
     if settings is None:
         return "this version of torch does not tell how it was compiled"
     if not private.is_inductor(settings.backend) and not private.is_aot_eager(settings.backend):
         return "planning inside takes the backend Inductor"
-    if _has_cuda_graphs(settings):
+    if _has_cuda_graphs(settings, module):
         return "CUDA graphs hold on to their memory"
     return ""
 
 
-def _has_cuda_graphs(settings: private.CompilerSettings) -> bool:
-    return bool((getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs"))
+def _has_cuda_graphs(settings: private.CompilerSettings, module: nn.Module) -> bool:
+    """True if a module runs as CUDA graphs. ``mode="reduce-overhead"`` makes none on other devices."""
+    wants_them = (getattr(settings.backend, "config", None) or {}).get("triton.cudagraphs")
+    return bool(wants_them) and any(parameter.is_cuda for parameter in module.parameters())
 
 
 def _settings_of(module: nn.Module) -> private.CompilerSettings:
@@ -258,7 +260,7 @@ def _settings_of(module: nn.Module) -> private.CompilerSettings:
         raise CannotRepeatError("there are hooks on what torch.compile returned: register them on the module itself")
     if settings.has_more:
         raise CannotRepeatError("it was compiled with guard_filter_fn or dynamic_shapes")
-    if _has_cuda_graphs(settings):
+    if _has_cuda_graphs(settings, module):
         raise CannotRepeatError("CUDA graphs hold on to their memory")
     return settings
 

@@ -46,6 +46,13 @@ def graphs_for(
     return partitioning.finished(forward, backward)
 
 
+def torch_pair(stages: Stages) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph as torch splits it by default."""
+    chosen = partitioning.chosen_by_torch(stages.joint, stages.parts, 1.0)
+    in_order = [node for node in stages.joint.graph.nodes if node in chosen]
+    return partitioning.finished(*partitioning.split(stages.joint, stages.parts, in_order))
+
+
 def _saved_by(stages: Stages, options: Sequence[Sequence[StageOption]], leaf: Leaf) -> set[fx.Node]:
     """Nodes that a kept stage saves."""
     option = options[leaf.stage][leaf.option]

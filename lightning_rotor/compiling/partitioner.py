@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from lightning_rotor.compiling.backward_writer import graphs_for
+from lightning_rotor.compiling.backward_writer import graphs_for, torch_pair
 from lightning_rotor.compiling.graph_chain import chain_of
 from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
 from lightning_rotor.compiling.kernel_workspaces import Workspaces
@@ -24,17 +24,21 @@ from lightning_rotor.units import format_bytes
 _log = logging.getLogger(__name__)
 # Points of the chain's curve that are written and counted: bytes of the chain are rough, those of finished graphs not.
 _MOST_POINTS = 24
+# To be raised with each change of how graphs are split: the compiler's cache outlives this version.
+_EDITION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
     """By how much the peaks of a pair of graphs are to be lower than those of the pair that torch would make.
 
-    A negative number is room: the peak may be higher by so much.
+    A negative number is room: the peak may be higher by so much. With ``or_least``, the pair that takes least does if
+    none saves so much.
     """
 
     forward_bytes: int
     backward_bytes: int
+    or_least: bool = False
 
     @property
     def is_needed(self) -> bool:
@@ -105,8 +109,10 @@ def partition(
 
     kept = split(Schedule.keep_all(len(chain)), 0.0)
     if saving is not None:
-        forward_bytes = kept.peak.forward_bytes - saving.forward_bytes
-        backward_bytes = kept.peak.backward_bytes - saving.backward_bytes
+        # Of the pair that the user's code is: one that keeps all boundaries may take more.
+        plain = count_peak(*torch_pair(stages), outputs=outputs, fused=fused, workspaces=workspaces)
+        forward_bytes = plain.forward_bytes - saving.forward_bytes
+        backward_bytes = plain.backward_bytes - saving.backward_bytes
     else:
         forward_bytes = backward_bytes = kept.peak.peak_bytes if budget_bytes is None else budget_bytes
 
@@ -116,6 +122,7 @@ def partition(
     if excess(kept.peak) <= 0:
         return kept
     least_excess_bytes = excess(kept.peak)
+    least: Split | None = None
     with outside_of_fakes():
         # From the largest budget to the least: the first one that keeps the budget is the fastest.
         points = [point for point in reversed(list(frontier(chain))) if point.overhead > 0]
@@ -136,7 +143,12 @@ def partition(
                 format_bytes(backward_bytes),
             )
             return candidate
-        least_excess_bytes = min(least_excess_bytes, excess(candidate.peak))
+        if excess(candidate.peak) < least_excess_bytes:
+            least_excess_bytes = excess(candidate.peak)
+            least = candidate
+    if saving is not None and saving.or_least and least is not None:
+        _log.info("a compiled graph of %d stages runs under %s, which takes least", len(chain), least.schedule)
+        return least
     available_bytes = min(forward_bytes, backward_bytes)
     raise BudgetError(
         f"the compiled graph takes at least {format_bytes(available_bytes + least_excess_bytes)}, but has "
@@ -182,7 +194,7 @@ class Partitioner:
     @property
     def key(self) -> str:
         """Equal for partitioners that split equal graphs alike."""
-        return f"lightning-rotor {self._budget_bytes} {self._saving} {self._fused}"
+        return f"lightning-rotor {_EDITION} {self._budget_bytes} {self._saving} {self._fused}"
 
     def __call__(
         self,

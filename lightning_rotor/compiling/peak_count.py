@@ -7,7 +7,9 @@ until the backward has read it; gradients of outputs count while they are read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from lightning_rotor.compiling.graph_costs import is_pointwise, is_view, node_bytes, owner
@@ -95,6 +97,11 @@ def _walk(
     level = peak = sum(alive.values())
     for place, node in enumerate(nodes):
         if not is_view(node) and node not in inlined and node.op == "call_function":
+            overwritten = None
+            if fused:
+                overwritten = _overwritten_by(node, set(dying.get(place, ())) - kept - held.keys())
+            if overwritten is not None:
+                level -= alive.pop(overwritten, 0)
             alive[node] = node_bytes(node)
             level += alive[node]
         peak = max(peak, level + workspaces.of(node))
@@ -119,6 +126,22 @@ def _read(node: fx.Node, inlined: set[fx.Node]) -> list[fx.Node]:
         else:
             read.append(each)
     return read
+
+
+def _overwritten_by(node: fx.Node, dying: set[fx.Node]) -> fx.Node | None:
+    """The node whose memory a compiler lets a pointwise one write to, entry by entry: it reads it last; else None."""
+    if not is_pointwise(node):
+        return None
+    for source in node.all_input_nodes:
+        # Inputs of the graph are somebody else's.
+        if source in dying and source.op == "call_function" and _layout(source) == _layout(node):
+            return source
+    return None
+
+
+def _layout(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (value.dtype, value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _is_inlined(node: fx.Node) -> bool:

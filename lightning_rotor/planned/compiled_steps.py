@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lightning_rotor.capture.compiled import objection_to_planning_inside, taken_apart
+from lightning_rotor.errors import ModelError
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target
 from lightning_rotor.private.torch_names import (
@@ -43,11 +44,23 @@ def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str,
         if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
             outer = name.removesuffix(INNER).removesuffix(".")
             call = compiled_call_of(model.get_submodule(outer))
-            objection = "" if call is None else objection_to_planning_inside(settings_told_by(call))
+            objection = "" if call is None else objection_to_planning_inside(settings_told_by(call), module)
             reasons = not_inside or {}
             reason = reasons.get(name) or reasons.get(outer) or objection
             return taken_apart(repr(name) if name else "the model", reason=reason)
     return None
+
+
+def require_several_graphs(loop: TrainingLoop, target: Target, message: str) -> None:
+    """Raise ``ModelError`` if what a plan for a target takes apart was compiled with ``fullgraph=True``."""
+    parts = target.name.split(".") if target.name else []
+    for length in range(len(parts) + 1):
+        call = compiled_call_of(loop.model.get_submodule(".".join(parts[:length])))
+        settings = None if call is None else settings_told_by(call)
+        if settings is not None and settings.fullgraph:
+            raise ModelError(
+                f"fullgraph=True lets this model run under no plan that keeps mem_limit: {message}; or a higher mem_limit"
+            )
 
 
 def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
@@ -65,7 +78,7 @@ def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
             continue
         if loop.processes > 1 or loop.is_compiled or has_compiled_method(model, "training_step"):
             return None
-        if objection_to_planning_inside(settings_told_by(call)):
+        if objection_to_planning_inside(settings_told_by(call), module):
             return None
         is_same = name == target.name or f"{name}.{INNER}".lstrip(".") == target.name
         unused_outputs = target.unused_outputs if is_same else frozenset[int]()

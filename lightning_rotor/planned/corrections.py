@@ -144,6 +144,12 @@ class Corrections:
             # Below the limit a plan is replaced by a larger one only.
             may_use = exceeds or foreseen_bytes > plan.budget_bytes
             budget_bytes = foreseen_bytes if may_use else None
+        if exceeds and modules.may_have_other_code(plan):
+            # Its options are all that was compiled so far. The next call compiles again, for what the step has shown.
+            search.correction_bytes = available_bytes - (plan.peak_bytes - (measured.peak_bytes - limit_bytes))
+            search.is_measured = True
+            modules.keep_only(lambda other: other is not plan)
+            return True
         if exceeds:
             # Where other plans did not help, it is the one that takes least.
             return _replan(modules, plan, search, available_bytes, budget_bytes or 0)

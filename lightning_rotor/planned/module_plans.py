@@ -60,8 +60,9 @@ _SERVED = 16
 # the second share of a step, which noise is.
 _FAR_OFF = 0.05
 _NOTABLE = 0.005
-# Compilations of a graph that is planned inside.
-_MOST_INSIDE = 2
+# Compilations of a graph that is planned inside. Mostly there is one: the second corrects what counting has missed or
+# a measured step has shown, and the last takes the least if nothing else keeps the budget.
+_MOST_INSIDE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,13 +517,17 @@ class ModulePlans:
             saving = self._excess_of(costs, option=0)
             if costs.saving is not None:
                 saving = _saving_more(costs.saving, self._excess_of(costs, option=1), saving)
+            # Other calls share a provisional budget, and how much is theirs is not known yet.
+            is_last = times + 1 == _MOST_INSIDE
+            saving = replace(saving, or_least=is_last or self.budget(costs.profile).is_provisional)
             inside = CompiledModules(self._settings.compiled_variants, saving=saving)
             planned = self._measured(signature, value, inside)
             if len(planned.profile.chain.stages[0].options) == 1:
                 objection = next(iter(inside.objections.values()), "its graph cannot be planned inside")
                 break
             costs = replace(planned, compiled_anew=times + 1, saving=saving)
-            if not self._excess_of(costs, option=1).is_needed:
+            is_enough = not self._excess_of(costs, option=1).is_needed
+            if is_enough or self.budget(costs.profile).is_provisional:
                 return self._keep(signature, costs)
         if self._source.takes_apart and signature.cut.way == "compiled":
             raise ModelError(objection)
@@ -536,7 +541,11 @@ class ModulePlans:
             return False
         if not any(compiled_in(stage) for stage in stages):
             return False
-        if costs.compiled_anew >= (_MOST_INSIDE if len(stages) == 1 else 1):
+        if signature.cut.way == "compiled" and self._source.takes_apart:
+            # The last resort is to take it apart. A provisional budget is no reason for that.
+            if costs.compiled_anew and self.budget(costs.profile).is_provisional:
+                return False
+        elif costs.compiled_anew >= (_MOST_INSIDE if len(stages) == 1 else 1):
             return False
         last = len(costs.profile.chain.stages[0].options) - 1 if len(stages) == 1 else 0
         return self._excess_of(costs, option=last).is_needed
@@ -668,6 +677,13 @@ class ModulePlans:
         return prepared
 
     # ---------------------------------------------------------------- all calls
+
+    def may_have_other_code(self, plan: Plan) -> bool:
+        """True if a plan is for a graph that can be planned inside once more, or taken apart."""
+        for signature, prepared in self.cache.planned():
+            if prepared.plan is plan:
+                return signature.cut.way == "compiled" and self._source.takes_apart
+        return False
 
     def entry_under(self, plan: Plan) -> Prepared | None:
         """The entry that a plan is in use for, or None."""

@@ -20,7 +20,7 @@ from lightning_rotor.planned.attachment import (
     is_attached,
 )
 from lightning_rotor.planned.budget_source import BudgetSource
-from lightning_rotor.planned.compiled_steps import compiled_around, whole_around
+from lightning_rotor.planned.compiled_steps import compiled_around, require_several_graphs, whole_around
 from lightning_rotor.planned.forward import PlannedForward
 from lightning_rotor.planned.key_value_caches import (
     ForwardWithoutCaches,
@@ -341,6 +341,10 @@ class PlannedModules:
                 return module.plans.replan(plan)
         return plan
 
+    def may_have_other_code(self, plan: Plan) -> bool:
+        """True if a plan is for a graph that can be planned inside once more, or taken apart."""
+        return any(module.plans.may_have_other_code(plan) for module in self)
+
     def keep_only(self, is_kept: Callable[[Plan], bool]) -> None:
         """Drop all other plans."""
         for module in self:
@@ -488,6 +492,8 @@ class PlannedModules:
             compiled = compiled_call_of(target.module)
         else:
             taken_apart = compiled_around(self._loop, target, self._not_inside)
+            if taken_apart is not None:
+                require_several_graphs(self._loop, target, taken_apart)
         planned = PlannedForward(target.module, self._source, self._settings, target.name, compiled=compiled)
         planned.plans.expect_unused(target.unused_outputs)
         self._attach(target.module, planned)

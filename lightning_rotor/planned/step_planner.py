@@ -247,15 +247,16 @@ class StepPlanner(BudgetSource):
             highest = None
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if was_due and any(self.loop.told_by_all(exceeds)):
-            self._unanswered_bytes = 0 if highest is None or not exceeds else highest.peak_bytes
+            # First, as it may end training with an error, which answers.
             self._plan_from_now_on()
+            self._unanswered_bytes = 0 if highest is None or not exceeds else highest.peak_bytes
             return False
         if exceeds and highest is not None:
             if self.loop.processes > 1:
                 self.limit.exceeded_as_compiled(highest.peak_bytes)
             else:
-                self._unanswered_bytes = highest.peak_bytes
                 self._plan_from_now_on()
+                self._unanswered_bytes = highest.peak_bytes
             return False
         if highest is not None:
             self._compiled_steps.note(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_rotor import (
     BudgetError,
@@ -24,10 +25,11 @@ from lightning_rotor import (
     plan,
     sequentialize,
 )
-from lightning_rotor.capture.compiled import CompiledModules, Variants
+from lightning_rotor.capture.compiled import CompiledModules, Variants, objection_to_planning_inside
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.passes import run_stage
+from lightning_rotor.private.compiler import compiler_settings
 from lightning_rotor.profiling import Profile, profile_chain, variant_costs
 from lightning_rotor.profiling.stage_profiler import StageProfiler
 from lightning_rotor.profiling.stage_seconds import StageSeconds
@@ -451,10 +453,6 @@ def hooked() -> nn.Module:
     [
         (hooked, "there are hooks on what torch.compile returned"),
         (lambda: compiled(Statistics(), disable=True), "this version of torch does not tell how it was compiled"),
-        (
-            lambda: compiled(Statistics(), backend="inductor", mode="reduce-overhead"),
-            "CUDA graphs hold on to their memory",
-        ),
     ],
 )
 def test_what_cannot_be_compiled_in_the_same_way_has_no_variants(
@@ -463,6 +461,15 @@ def test_what_cannot_be_compiled_in_the_same_way_has_no_variants(
     options, text = withheld(Net([make()]), caplog)
     assert options == ["keep"]
     assert f"runs under no other activation memory budget: {reason}" in text
+
+
+def test_cuda_graphs_are_an_objection_where_they_are_made() -> None:
+    # The mode makes none on the CPU.
+    settings = compiler_settings(compiled(Statistics(), backend="inductor", mode="reduce-overhead"))
+    assert objection_to_planning_inside(settings, nn.Linear(2, 2)) == ""
+    with FakeTensorMode():
+        on_gpu = nn.Linear(2, 2, device="cuda")
+    assert objection_to_planning_inside(settings, on_gpu) == "CUDA graphs hold on to their memory"
 
 
 # -------------------------------------------------------------------- plans

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from lightning_rotor.compiling.partitioner import Partitioner
+from lightning_rotor.compiling.partitioner import Partitioner, Saving
 from lightning_rotor.private.partitioning import under_partitioner
 from lightning_rotor.profiling import StepMeter
 
@@ -152,6 +152,17 @@ def test_inductor_compiles_the_pair_to_the_bits_of_its_own() -> None:
 def test_a_budget_that_no_pair_keeps_is_refused_with_the_least() -> None:
     with pytest.raises(Exception, match=r"the compiled graph takes at least [\d.]+ \w+, but has 1000 B"):
         train(transformer(), TOKENS, backend(Partitioner(1000, fused=False)))
+
+
+def test_the_least_pair_is_made_where_nothing_saves_so_much_and_that_will_do() -> None:
+    net = transformer()
+    expected, plain_bytes = train(net, TOKENS, backend(min_cut_rematerialization_partition))
+    planner = Partitioner(saving=Saving(10**9, 10**9, or_least=True), fused=False)
+    planned, peak_bytes = train(net, TOKENS, backend(planner))
+    assert all(map(torch.equal, expected, planned))
+    assert peak_bytes < 0.5 * plain_bytes
+    with pytest.raises(Exception, match="the compiled graph takes at least"):
+        train(net, TOKENS, backend(Partitioner(saving=Saving(10**9, 10**9), fused=False)))
 
 
 def test_sizes_that_are_symbols_are_refused_by_name() -> None:

@@ -79,3 +79,15 @@ def test_pointwise_results_take_nothing_where_a_compiler_makes_them_as_they_are_
     pair.backward = fx.Graph()
     pair.backward.output((node_of(pair.backward.placeholder("tangents_1"), 4 * KIB),))
     assert pair.peak(fused=fused).forward_bytes == (4 if fused else 16) * KIB
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_compiler_writes_a_pointwise_result_over_what_it_reads_last(fused: bool) -> None:
+    pair = Pair((KIB, 8 * KIB, 8 * KIB, 4 * KIB))
+    _, second, last = (node for node in pair.forward.nodes if node.op == "call_function")
+    second.target = ATEN.tanh.default
+    next(iter(reversed(pair.forward.nodes))).args = ((last,),)
+    pair.backward = fx.Graph()
+    pair.backward.output((node_of(pair.backward.placeholder("tangents_1"), 4 * KIB),))
+    # A kernel of its own reads the second one, which is therefore not made where it is read.
+    assert pair.peak(fused=fused).forward_bytes == ((8 + 4) if fused else 16) * KIB
