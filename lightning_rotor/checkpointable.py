@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_rotor.capture.compiled import Variants, objection_to_planning_inside, taken_apart
+from lightning_rotor.capture.compiled import Variants, objection_to_planning_inside, uncompiled_warning
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
@@ -179,7 +179,7 @@ class Checkpointable(nn.Module):
         self.__dict__[_WRAPPED] = module
         self._prepare()
         if self._planned.compiled is None and (is_compiled(module) or has_compiled_method(module, "forward")):
-            message = taken_apart(f"this {type(module).__name__}")
+            message = uncompiled_warning(f"this {type(module).__name__}")
             remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
             warnings.warn(remedy, RotorWarning, stacklevel=2)
         if sample is not None:

@@ -254,9 +254,9 @@ def test_copying_many() -> None:
     private.copy_each(targets, sources)
     assert all(map(torch.equal, targets, sources))
     sources.append(torch.tensor(2.0))
-    row = private.in_a_row(sources)
+    row = private.flattened(sources)
     assert row.tolist() == [1, 1, 1, 1, 1, 2]
-    parts = private.taken_apart(row, sources)
+    parts = private.unflattened(row, sources)
     assert all(map(torch.equal, parts, sources))
     assert all(part.shape == source.shape for part, source in zip(parts, sources, strict=True))
 

@@ -43,7 +43,7 @@ _NOTHING = 4096
 """A stage that weighs less than this part of all is not worth a cut."""
 
 
-def stages_of(recording: Recording) -> list[Stage]:
+def stages_of_recording(recording: Recording) -> list[Stage]:
     """Cut a recording into stages; ``ModelError`` if it is empty."""
     inputs: list[fx.Node] = []
     body: list[fx.Node] = []

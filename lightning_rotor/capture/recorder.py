@@ -38,8 +38,8 @@ from lightning_rotor.capture.operations import (
     UntraceableError,
     is_torchs,
     name_of_function,
+    node_parts,
     require_recordable,
-    spell,
 )
 from lightning_rotor.capture.python_functions import FUNCTIONS, body_of, is_attention
 from lightning_rotor.capture.recorded_checks import appearance_of
@@ -348,7 +348,7 @@ class Recorder(TorchFunctionMode):
     @staticmethod
     def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation:
         """The operation of a call that the mode saw."""
-        kind, target, positional = spell(function, args)
+        kind, target, positional = node_parts(function, args)
         is_known = is_torchs(function)
         origin = ""
         if not is_known:

@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_rotor.compiling.backward_writer import graphs_for
 from lightning_rotor.compiling.graph_chain import chain_of
-from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
+from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of_joint_graph
 from lightning_rotor.compiling.kernel_workspaces import Workspaces
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
@@ -84,7 +84,7 @@ def partition(
         BudgetError: No schedule keeps the budget; says the least that one keeps.
     """
     parts = parts_of(joint, outputs, static_inputs)
-    stages = stages_of(joint, parts)
+    stages = stages_of_joint_graph(joint, parts)
     _refuse_effects(joint, parts.changed_inputs)
     if reads_of_sizes(stages):
         raise ModelError(

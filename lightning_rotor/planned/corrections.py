@@ -120,7 +120,7 @@ class Corrections:
         measured = self._measured.get(chain.fingerprint)
         return None if measured is None else measured.peak_under
 
-    def correct(
+    def correct_plan(
         self, modules: PlannedModules, measured: MeasuredStep, *, limit_bytes: int, available_bytes: int
     ) -> bool:
         """Replace a plan if a step has shown how to do better.

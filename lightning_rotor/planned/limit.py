@@ -237,7 +237,7 @@ class StepLimit:
 
     # ---------------------------------------------------------------- a measured step
 
-    def correct(
+    def correct_plans(
         self,
         modules: PlannedModules,
         step: Step,
@@ -286,7 +286,7 @@ class StepLimit:
             self.corrections.note(measured)
             if not exceeds and (not can_grow or modules.is_capped(plan)):
                 continue
-            is_better = self.corrections.correct(
+            is_better = self.corrections.correct_plan(
                 modules,
                 measured,
                 limit_bytes=self.size_bytes,

@@ -96,8 +96,8 @@ class Account:
     price_seconds: float = 0.0
     lost_seconds: float = 0.0
 
-    def pays(self, lost_seconds: float) -> bool:
-        """Add a loss. True if steps have lost more than the price since it was paid last."""
+    def charge(self, lost_seconds: float) -> bool:
+        """Add a loss. True if all since the last payment exceed the price, which counts as paid then."""
         self.lost_seconds += lost_seconds
         if self.lost_seconds <= self.price_seconds:
             return False
@@ -227,12 +227,12 @@ class ModulePlans:
             self._unused_outputs = outputs
             self._forget_costs()
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
+    def signature_and_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """The signature of a call, and the chain's input. The module is cut if it must be."""
         self._follow_changes()
         made = self._cuts.made
         began = time.perf_counter()
-        cut, value = self._cuts.bind(args, kwargs)
+        cut, value = self._cuts.cut_and_input(args, kwargs)
         if self._cuts.made != made:
             self.measuring_seconds += time.perf_counter() - began
             # A new cut may have pushed out others, whose layers are gone or which were not used for long.
@@ -240,14 +240,16 @@ class ModulePlans:
             self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
 
-    def bind_unasked(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any] | None:
+    def signature_and_input_unasked(
+        self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Signature, Any] | None:
         """The signature of a call and the chain's input, whatever a recording would say to its sizes.
 
         None if the call differs from the recorded one in more, or values could decide, too.
         """
         if not isinstance(cut, GraphCut):
             value = cut.bind(args, kwargs)
-        elif cut.numbers or cut.guards.asks_values:
+        elif cut.number_slots or cut.guards.asks_values:
             return None
         else:
             value = cut.guards.bind_unasked(args, kwargs)
@@ -313,20 +315,20 @@ class ModulePlans:
         if self._wants_other_code(signature, entry):
             return self._measured_as_needed(signature, value, before=costs_of(entry))
         if isinstance(entry, Prepared) and entry.costs.origin == "larger size" and not entry.costs.rough_seconds:
-            may_estimate = bool(entry.lost_seconds) and self._estimating.pays(entry.lost_seconds)
+            may_estimate = bool(entry.lost_seconds) and self._estimating.charge(entry.lost_seconds)
             return (may_estimate and self._estimated(signature)) or entry
         shows_seconds = isinstance(entry, Prepared) and not entry.is_settled and entry.is_timed
         if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self.name):
             entry = self._planned_by_seconds(signature, entry)
         rough_seconds = costs_of(entry).rough_seconds
-        if rough_seconds and self._measuring.pays(rough_seconds):
+        if rough_seconds and self._measuring.charge(rough_seconds):
             try:
                 if self._is_small_of_rough(signature):
                     return self._measured_as_needed(signature, value)
             except ProfilerBusyError:
                 pass  # this plan does until torch's profiler is free
             self._measuring.lost_seconds = self._measuring.price_seconds  # the next call may be measured
-        if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.pays(entry.lost_seconds):
+        if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.charge(entry.lost_seconds):
             return entry.costs
         return entry
 
@@ -400,7 +402,7 @@ class ModulePlans:
         larger, lost_seconds = found
         # Where costs of the larger size are rough, those of this one would be, too, so that looking does not help.
         rough_seconds = min(lost_seconds, larger.costs.rough_seconds)
-        if not rough_seconds and self._estimating.pays(lost_seconds):
+        if not rough_seconds and self._estimating.charge(lost_seconds):
             return None
         profile = for_call(larger.profile, signature)
         costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
@@ -424,7 +426,7 @@ class ModulePlans:
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
         # Losses of all sizes add up, since a search for one of them gives the others a schedule to try.
-        if self._searching.pays(lost_seconds):
+        if self._searching.charge(lost_seconds):
             plan = None
             lost_seconds = 0.0
         if plan is None:

@@ -283,7 +283,7 @@ class PathPlanner:
         if best.overhead <= least_overhead + SLIGHT:
             return _TakenOver(best, lost_seconds=0.0)
         lost_seconds = lost_by(best, least_overhead)
-        if self._searching.pays(lost_seconds):
+        if self._searching.charge(lost_seconds):
             return None
         return _TakenOver(best, lost_seconds)
 

@@ -357,7 +357,7 @@ class StepPlanner(BudgetSource):
                 )
             self._follow(step, phases if sees_all else [])
         elif sees_all and not shows_modules:
-            self._correct(step, phases)
+            self._correct_by_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         self.limit.check_final(step, phases)
@@ -434,7 +434,7 @@ class StepPlanner(BudgetSource):
         if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
             self._exceeded(step)
 
-    def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
+    def _correct_by_peak(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         highest = highest_of(phase for phase in phases if not phase.is_final)
         if highest is None:
@@ -451,7 +451,7 @@ class StepPlanner(BudgetSource):
             numbers = [number for call, number in step.numbers.items() if call.plan is plan]
             return partial(foresight, plan, numbers, phases, reserved_bytes)
 
-        is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
+        is_enough = self.limit.correct_plans(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         # A first step takes what no later one does, so the next one decides.
         if not is_enough and not step.is_first:
             self._note_excess(highest)

@@ -37,7 +37,7 @@ class Modules:
 def corrected(known: Corrections, before: Plan, measured_bytes: int, limit_bytes: int) -> tuple[bool, list[Plan]]:
     modules: Any = Modules(known, limit_bytes)
     step = MeasuredStep(before, measured_bytes, lambda: None)
-    is_better = known.correct(modules, step, limit_bytes=limit_bytes, available_bytes=limit_bytes)
+    is_better = known.correct_plan(modules, step, limit_bytes=limit_bytes, available_bytes=limit_bytes)
     return is_better, modules.made
 
 

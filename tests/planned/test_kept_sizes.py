@@ -15,7 +15,7 @@ PLAIN, LEAN = Schedule.parse("0-1"), Schedule.parse("(0) 1")
 
 
 def signature(rows: int, length: int) -> Signature:
-    found, _ = NET._planned.plans.bind((torch.randn(rows, length, 8),), {})
+    found, _ = NET._planned.plans.signature_and_input((torch.randn(rows, length, 8),), {})
     return found
 
 
