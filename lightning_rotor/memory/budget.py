@@ -113,6 +113,7 @@ class Budget:
             if excess_bytes <= 0:
                 break
             try:
+                # From its own peak, and not from its budget, which it may be far below: then the same plan came again.
                 chosen = self._plan(chosen.chain, chosen.peak_bytes - excess_bytes, slots)
             except BudgetError:
                 # A measured step says whether the limit can be kept.
@@ -151,6 +152,7 @@ class Budget:
 
     def fits(self, plan: Plan) -> bool:
         """True if a plan was made for exactly this budget. One for less would have room, and is not meant."""
+        # As _plan hands it over, where nothing is left.
         is_of_this_size = plan.budget_bytes == max(self.available_bytes, 1)
         return is_of_this_size and plan.conditions == self.conditions
 

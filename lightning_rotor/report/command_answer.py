@@ -44,6 +44,7 @@ def plan_as_json(answer: Answer) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
     plan, reserved, gpu = answer.plan, answer.reserved_bytes, answer.case.accelerator
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
+    # None without --curve: an empty list would be a curve without points.
     points = [
         {"budget_bytes": reserved + point.peak_bytes, "seconds": point.seconds}
         | {"overhead": point.overhead, "schedule": str(point.schedule)}
@@ -98,7 +99,8 @@ def answer_pictures(answer: Answer) -> Iterator[tuple[Path, Callable[[Path], Non
     """Where to save the pictures that were asked for, and what saves them."""
     plan, reserved, options, gpu = answer.plan, answer.reserved_bytes, answer.case.options, answer.case.accelerator
     title = options.model.rpartition(".")[2].rpartition(":")[2]
-    if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
+    # All models of timm come from ``create_model``: arguments say which one.
+    if options.model_arguments:
         title += f"({', '.join(str(value) for _, value in options.model_arguments)})"
     shapes = ["×".join(map(str, spec.shape)) or "scalar" for spec in options.inputs]
     title += f", {' and '.join(shapes)}"

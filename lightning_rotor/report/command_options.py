@@ -50,6 +50,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         known = re.findall(r"--[a-z][a-z-]*", self.format_help())
+        # argparse tells of a misspelled option only that another one is missing, or that this one is unrecognized.
         for word in self._given:
             option = word.partition("=")[0]
             if option.startswith("--") and not any(each.startswith(option) for each in known):
@@ -84,10 +85,12 @@ def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
     _add_advice_options(advise)
     options: Namespace
     options, unknown = parser.parse_known_args(arguments)
+    # By the command's own parser, whose options are those that may have been meant.
     if unknown:
         (plan if options.command == "plan" else advise).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "advise":
         return options
+    # Who describes a device wants an estimate for it: on one that is here, the step is measured.
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
     options.device = options.device or ("meta" if described else "cpu")
     if described and options.device != "meta":

@@ -44,7 +44,8 @@ class Answer:
     profile: Profile
     plan: Plan
     frontier: Frontier | None
-    reserved_bytes: int  # what of the budget is not for the chain
+    # What of the budget is not for the chain.
+    reserved_bytes: int
 
 
 def answer_to(options: Namespace) -> Answer:
@@ -53,6 +54,7 @@ def answer_to(options: Namespace) -> Answer:
     profile = case.profile(options.inputs)
     with planning_progress(len(profile.chain), enabled=sys.stderr.isatty()):
         plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
+    # It solves the chain for many budgets, which nobody waits for unasked.
     frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
     return Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
 
@@ -66,6 +68,7 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
             f"the inputs have first dimensions {sorted(sizes)}: "
             "expected one number of samples, at least 2, in all of them"
         )
+    # Costs at two sizes are enough for those at any other, as bytes and seconds of a stage grow by the sample.
     (size,) = sizes
     halves = [replace(spec, shape=(size // 2, *spec.shape[1:])) if spec.shape else spec for spec in options.inputs]
     chains = case.profile(halves).chain, case.profile(options.inputs).chain
@@ -80,9 +83,8 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
 
 def advice_for(options: Namespace) -> Advice:
     """Ways to train the model on the devices; ``RotorError`` if something is amiss or nothing fits."""
-    cluster = Cluster.of(
-        options.gpu, options.devices, options.nodes, link=options.link, network=options.network
-    )  # wrong ones are found before the model is made
+    # First, so that a wrong one is found before the model is made.
+    cluster = Cluster.of(options.gpu, options.devices, options.nodes, link=options.link, network=options.network)
     make = model_maker(options.model, dict(options.model_arguments))
     with (
         measuring_progress(enabled=sys.stderr.isatty()) as progress,
@@ -128,9 +130,16 @@ class _Case:
                 "there is no CUDA device on this machine: use --device meta with --gpu to estimate for one"
             )
         device = torch.device(options.device)
-        limit = parse_limit(options.budget)  # wrong ones are found before anything is measured
+        # Now, so that a wrong one is found before anything is measured.
+        limit = parse_limit(options.budget)
+        # Lightning's names: "bf16-true" is a model in bfloat16, "bf16-mixed" one in float32 under autocast.
         half = _HALF.get(options.precision.partition("-")[0])
-        floating, mixed = (half, None) if options.precision.endswith("-true") else (None, half)
+        floating: torch.dtype | None = None
+        mixed: torch.dtype | None = None
+        if options.precision.endswith("-true"):
+            floating = half
+        else:
+            mixed = half
         model = _built(options, device, floating)
         batch = [spec.make(device, floating=floating) for spec in options.inputs]
         resident = ResidentMemory()
@@ -138,10 +147,12 @@ class _Case:
             resident = ResidentMemory.of(model, model, optimizers_for(model, options.optimizer), batch, device)
         if kind != "meta":
             return cls(options, model, None, resolve_limit(limit, device), resident, floating, mixed)
+        # A user's own figure counts in every precision: it is what the model at hand reaches.
         given = {"flops": options.flops, "half_flops": options.flops, "bandwidth": options.bandwidth}
         described = {name: value for name, value in given.items() if value is not None}
         accelerator = replace(GPUS[options.gpu or DEFAULT_GPU], **described)
         total = accelerator.memory_bytes
+        # The driver and its libraries take memory of the device, too, which no tensor can have.
         budget = total - CONTEXT_BYTES if limit is None else limit.on_device(total)
         return cls(options, model, accelerator, budget, resident, floating, mixed)
 
@@ -167,13 +178,15 @@ class _Case:
             _hint_of_token_ids(lambda: self.model, inputs),
         ):
             if self.accelerator is not None:
-                model = _built(self.options, device, self.floating)  # each estimate makes its tensors its own
+                # Another one for each estimate, which makes the model's tensors its own.
+                model = _built(self.options, device, self.floating)
                 return estimate_profile(
                     model, inputs, self.accelerator, autocast=self.mixed, floating=self.floating, progress=progress
                 )
             args, kwargs = arguments(inputs, device, floating=self.floating)
             with torch.autocast(device.type, dtype=self.mixed, enabled=self.mixed is not None):
                 cut = sequentialize(self.model, args, kwargs)
+                # A recording may miss what the module does, and then its costs would be another module's.
                 if isinstance(cut, GraphCut):
                     require_same(self.model, cut, args, kwargs)
                 return profile_chain(cut.stages, cut.bind(args, kwargs), progress=progress)
@@ -184,6 +197,7 @@ def _hint_of_token_ids(model: Callable[[], nn.Module], inputs: Sequence[InputSpe
     """Context in which an error is explained if the model looks up token ids, and got none."""
     try:
         yield
+    # Any error: torch's own operators and the code of models have different ones for indices that are no whole numbers.
     except Exception as error:
         embeddings = [name for name, module in model().named_modules() if isinstance(module, _LOOKS_UP)]
         if not embeddings or any(not spec.dtype.is_floating_point for spec in inputs):

@@ -28,6 +28,7 @@ _MOST_ROWS = 24
 _MODULES_WIDTH = 46
 
 
+# Here and not as methods of a plan: planning imports neither torch nor rich.
 @table_of.register
 def _(plan: Plan) -> Group:
     return Group(plan_table(plan), stage_table(plan))
@@ -85,12 +86,14 @@ def plan_table(
     table.add_section()
     # What is recomputed?
     table.add_row("Recomputed", f"{len(plan.recomputed)} of {_stages(plan)}")
+    # Also where nothing is moved: who has asked for it wants to know why.
     if plan.link is not None:
         table.add_row("Moved", _moved(plan, plan.link))
     if plan.inverted:
         table.add_row("Inverted", f"{len(plan.inverted)} of {_stages(plan)}, whose input is rebuilt from their output")
     withheld = [stage for stage in plan.chain if stage.not_inverted]
     if withheld:
+        # One reason says enough, as mostly all have the same.
         last = withheld[-1]
         table.add_row("Not inverted", cell(f"{len(withheld)}, such as {last.name!r}: {last.not_inverted}"))
     table.add_row("Schedule, recomputed in ()", schedule_line(plan.schedule))
@@ -129,6 +132,7 @@ def _stages(plan: Plan) -> str:
 
 def _limit(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
     limit = format_bytes(limit_bytes)
+    # Nothing fits, and on_infeasible lets training go on.
     if limit_bytes < peak_bytes:
         return f"{limit}, which no plan keeps: this one takes least"
     if reserved_bytes:
@@ -150,6 +154,7 @@ def _peak(peak_bytes: int, final_peak_bytes: int, measured_peak_bytes: int | Non
 
 def _overhead(plan: Plan, measured: float | None) -> str:
     """Time that recomputation adds, by the time of the planned modules without it: measured, or as planned."""
+    # The predicted one is a sum of stages' seconds, which knows no caches and no waiting for the host.
     if measured is None:
         return f"{100 * plan.overhead:.1f} %, predicted"
     return f"{100 * measured:.1f} %, measured"
@@ -198,6 +203,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     held_bytes = held_by_stage(plan.chain, plan.schedule)
     again_seconds = [0.0] * len(plan.chain)
     for event in plan.simulation.events:
+        # Added up, since a stage runs again once for each segment that it is in.
         if event.phase == "recompute":
             again_seconds[event.stage] += event.seconds
 

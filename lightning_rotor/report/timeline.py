@@ -111,6 +111,7 @@ def _outline(events: Sequence[Event], base_bytes: int) -> list[tuple[float, int]
     points = []
     seconds = 0.0
     for event in events:
+        # The peak over the whole event: when within it an operation takes most is not known.
         points.append((seconds, base_bytes + event.peak_bytes))
         seconds += event.seconds
     points.append((seconds, base_bytes + events[-1].after_bytes))
@@ -157,6 +158,7 @@ def _draw_stages(axes: Axes, events: Sequence[Event], names: Sequence[str], dura
         _, full, _ = _look(event)
         bars.append(Bar(event.stage, start_seconds, end_seconds, full))
         start_seconds = end_seconds
+    # In stages: a bar that is higher than one covers its neighbours, which are as thin.
     height = max(1.0, _LEAST_BAR * len(names))
     draw_bars(axes, bars, duration, height)
 

@@ -34,6 +34,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class DrawsSeen(private.TorchDispatchMode):
     """Notes from which of torch's generators operations of this thread draw, by kind."""
 
+    # Else torch raises an error where the mode meets one, such as flex_attention's.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
