@@ -58,7 +58,7 @@ class Copies:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        # When each way is free again.
+        # When each way is free again: a GPU has a copy engine for each, which makes one copy after the other.
         self._out_free = self._back_free = 0.0
         self.host_seconds = 0.0
         self._out_done: dict[Hashable, float] = {}
@@ -79,6 +79,7 @@ class Copies:
         """Begin a copy back, behind the copy out."""
         if size_bytes:
             self.host_seconds += self._link.latency
+            # Not before the copy out has ended, or it would bring back what is not there yet.
             begin = max(self._back_free, now, self.sent(what))
             self._back_free = begin + self._link.latency + size_bytes / self._link.back
             self._back_done[what] = self._back_free

@@ -44,6 +44,7 @@ class Offload:
     def __post_init__(self) -> None:
         if self.target != _HOST and self.folder is None:
             raise OptionError(f"offload is {self.target!r}: expected {_FORMS}")
+        # For its error alone: ``repr`` shows the limit as the user wrote it.
         if self.limit is not None:
             parse_bytes(self.limit)
         if self.bandwidth is not None:
@@ -96,6 +97,7 @@ def parse_offload(value: str | Offload | None) -> Offload | None:
         return value
     if not isinstance(value, str):
         raise OptionError(f"offload is {value!r} of type {type(value).__name__}: expected {_FORMS}")
+    # Of the host alone: the name of a folder may hold a colon, too.
     target, colon, size = value.partition(":")
     if target == _HOST and colon:
         return Offload(_HOST, size)

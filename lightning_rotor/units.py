@@ -58,9 +58,11 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
     """
     if value is None:
         return None
+    # True is an int, and would be a limit of one byte.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise UnitError(f"memory limit is {value!r} of type {type(value).__name__}: expected {_FORMS}")
     number, unit = _split(value) if isinstance(value, str) else (value, "")
+    # "0.8" is what a command line or a YAML file hands over for 0.8.
     is_float = isinstance(value, float) or (isinstance(value, str) and unit == "" and "." in value)
     if unit == "%" or (is_float and number <= 1):
         fraction = number / 100 if unit == "%" else float(number)
@@ -94,6 +96,7 @@ def parse_bytes(value: int | str) -> int:
 
 def in_blocks(size_bytes: int, block_bytes: int) -> int:
     """Bytes that an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
+    # Rounded up without a float, which is not exact above 2**53.
     return -(-size_bytes // block_bytes) * block_bytes
 
 
@@ -118,7 +121,8 @@ def format_bytes(size_bytes: float) -> str:
     size = size_bytes / factor
     if unit == "B":
         digits = 0
-    elif abs(size) < 10 or unit == "TiB":  # a hundredth of a TiB is more than any device can miss
+    # A hundredth of a TiB is more than any device can miss.
+    elif abs(size) < 10 or unit == "TiB":
         digits = 2
     elif abs(size) < 100:
         digits = 1

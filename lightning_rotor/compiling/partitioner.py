@@ -118,6 +118,7 @@ def partition(
     least_excess_bytes = excess(kept.peak)
     with outside_of_fakes():
         # From the largest budget to the least: the first one that keeps the budget is the fastest.
+        # Without those that recompute nothing: that was tried above.
         points = [point for point in reversed(list(frontier(chain))) if point.overhead > 0]
     step = max(1, len(points) // _MOST_POINTS)
     for point in points[::step]:
@@ -156,6 +157,7 @@ def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
             continue
         if target.namespace in ("_c10d_functional", "c10d"):
             what = "exchanges messages with other processes"
+        # Inputs that change, such as running statistics, are written to once, when the forward is over.
         elif is_mutable(target) and node.args[0] not in changed:
             what = f"changes a tensor in place ({target})"
         else:
@@ -182,6 +184,7 @@ class Partitioner:
     @property
     def key(self) -> str:
         """Equal for partitioners that split equal graphs alike."""
+        # Inductor's cache finds compiled code by it, in later processes too.
         return f"lightning-rotor {self._budget_bytes} {self._saving} {self._fused}"
 
     def __call__(

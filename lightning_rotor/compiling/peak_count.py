@@ -97,6 +97,7 @@ def _walk(
         if not is_view(node) and node not in inlined and node.op == "call_function":
             alive[node] = node_bytes(node)
             level += alive[node]
+        # A workspace is there only while its kernel runs.
         peak = max(peak, level + workspaces.of(node))
         # Behind the node: it reads them while its own result is there.
         for each in dying.get(place, ()):

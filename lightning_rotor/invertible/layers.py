@@ -469,6 +469,7 @@ def invertible_checkpoint(
             f"num_outputs is {num_outputs}, and the module returned {made} output{'s' * (made > 1)}: expected a tuple "
             "of at least as many tensors"
         )
+    # As it is, and no tuple of one: calls in a row then hand it on as a single argument.
     if num_outputs == 1:
         return output[0]
     return output[:num_outputs]

@@ -302,6 +302,7 @@ def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
                 complaints.append(f"{layer_name!r} declared {name!r} as poppable but it was not stashed")
                 continue
             popped.add(key)
+    # Plain calls would hold what nobody pops until it is stashed again, through the whole step.
     # Namespaces have no order that means anything, so names alone decide.
     left = sorted(name for _, name in stashed - popped)
     complaints += [f"no module declared {name!r} as poppable but stashed" for name in left]

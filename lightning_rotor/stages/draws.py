@@ -111,6 +111,7 @@ def drawn_since(
         now = before.now()
         again()
         drawn &= now.changed()
+    # A thread that draws all the time has moved them in each of these runs. Equal runs of the code alone end alike.
     doubtful = drawn - frozenset(certain)
     mixed = {kind for kind in doubtful if _moves_differently(kind, before, again)}
     mixed |= repeated - drawn
