@@ -110,6 +110,7 @@ def seconds_apart(chain: Chain, schedule: Schedule) -> float:
     """Host time of running the stages one by one; none where all is kept, for the module itself can run."""
     if schedule.is_plain:
         return 0.0
+    # Each stage is a call of ours with its checks, whether it is kept or recomputed.
     return _APART * chain.segment_seconds * len(chain)
 
 
@@ -417,6 +418,7 @@ class _Simulator:
         peak = option.forward_peak_bytes
         seconds = option.forward_seconds
         if replay:
+            # The recomputation ends with the last tensor that the backward needs, by an exception from within.
             peak = option.replay_peak_bytes
             seconds = option.replay_seconds
         level = self._touch(stage, peak)

@@ -266,6 +266,7 @@ class RotorPipelineStrategy(DDPStrategy):
         if self._placement is None:
             super().load_optimizer_state_dict(checkpoint)
             return
+        # A checkpoint has the state of the whole model; each process takes that of the layers it has.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(self._placement.own_optimizer_state(optimizer, state))
 
