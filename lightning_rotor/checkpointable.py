@@ -87,7 +87,7 @@ class _Forward:
         return MethodType(_run_with_signature_of(getattr(kind, "forward", None)), net)
 
 
-# One function for each class, and not one for each call: torch's compiler and others tell functions apart by identity.
+# Kept by class: ``forward`` is looked up at every call, and ``inspect.signature`` takes its time.
 @lru_cache(128)
 def _run_with_signature_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
     def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:

@@ -60,8 +60,8 @@ def train_batch(
         # They are about to be zeroed, and take memory until then.
         before.clear()
     with logs.caught():
-        # Lightning divides the loss by the accumulated batches behind training_step, which is too late here.
         number = epoch.total_batch_idx
+        # Lightning divides the loss by the accumulated batches behind training_step, which is too late here.
         results, loss = pipelined.train(run, batch, number=number, scale=1 / accumulated)
     if replicas is not None:
         _average(apart, replicas)
