@@ -119,6 +119,13 @@ class Budget:
                 break
         return chosen
 
+    def foresees_excess(self, plan: Plan) -> bool:
+        """True if a step is foreseen to exceed the limit under a plan that fits."""
+        # What lies around a call is small beside half of the budget, and looking takes a simulation.
+        if self.foresight is None or 2 * plan.peak_bytes <= self.available_bytes:
+            return False
+        return self.foresight(plan) > self.limit_bytes
+
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
         # The error counts what is reserved, too.
