@@ -120,6 +120,10 @@ class Corrections:
         # Under another plan, even for the same chain, the peak is another one's.
         return measured is not None and measured.plan is plan and peak_bytes <= measured.peak_bytes
 
+    def has_seen(self, chain: Chain) -> bool:
+        """True if a step of a chain was measured."""
+        return chain.fingerprint in self._measured
+
     def foresight_for(self, chain: Chain, reserved_bytes: int = 0) -> Foresight | None:
         """Peaks of the process in steps under plans for a chain; None if no step of such calls was measured.
 

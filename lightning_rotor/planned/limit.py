@@ -128,7 +128,8 @@ class StepLimit:
             # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
         foresight = self.corrections.foresight_for(chain, budget.reserved_bytes - correction_bytes)
-        budget = replace(budget, foresight=foresight)
+        is_new_size = not self.corrections.has_seen(chain)
+        budget = replace(budget, foresight=foresight, is_new_size=is_new_size)
         if self._loop.is_trial():
             # Lightning's BatchSizeFinder takes an error for a lack of memory by its words, which this type adds.
             budget = replace(budget, error=TrialError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,9 @@ def test_a_plan_that_fits_may_be_foreseen_to_exceed_the_limit_and_that_is_no_err
     assert not roomy.foresees_excess(fastest)
     # Where nothing keeps what is only foreseen, the step decides, and training goes on.
     hopeless = Budget(size_bytes, foresight=lambda plan: 2 * size_bytes)
-    assert hopeless.plan(costs).peak_bytes <= size_bytes
+    assert hopeless.plan(costs).schedule == fastest.schedule
+    # The first step of a size begins with the plan that takes least.
+    assert replace(hopeless, is_new_size=True).plan(costs).peak_bytes == least_bytes(costs)
 
 
 def test_a_budget_is_reduced_for_a_reason_and_the_limit_stays() -> None:

@@ -152,6 +152,8 @@ def test_steps_of_the_nearest_measured_size_foretell_those_of_a_new_one() -> Non
         step = replace(step, overstates=False)
         known.note(step)
     keep_all = plan(new, new.kept_bytes * 2)
+    assert known.has_seen(small)
+    assert not known.has_seen(new)
     foretold = known.foresight_for(new, reserved_bytes=1007)
     assert foretold is not None
     # Not of the size with bounds on costs, beside which less seems to lie around the call. The batch is larger now.
