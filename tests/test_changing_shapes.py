@@ -119,6 +119,32 @@ def test_many_lengths(tmp_path: Path, measured: list[Any], kind: type[nn.Sequent
     assert_same_bits(left.losses, right.losses)
 
 
+class WithCodeAround(Reader):
+    """Holds much around its call, in proportion to the length."""
+
+    def __init__(self, kind: type[nn.Sequential]) -> None:
+        super().__init__(kind)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        wide = (self.scale * batch).repeat(1, 1, 6)
+        return self.body(batch) + 1e-3 * wide.square().mean()
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_lies_around_a_call_is_foretold_for_a_larger_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest length was 12 % over this limit, though all before had kept it and shown what lies around."""
+    monkeypatch.setattr("tests.test_changing_shapes.Reader", WithCodeAround)
+    roomy = RotorCallback("1GiB", "body", show_table=False)
+    train(nn.Sequential, [60], tmp_path, roomy)
+    assert roomy.measured_peak_bytes is not None
+    limit = int(0.9 * roomy.measured_peak_bytes)
+    _, _, watch = train(nn.Sequential, [20, 44, 21, 41, 60], tmp_path, RotorCallback(limit, "body", show_table=False))
+    assert max(watch.peaks[1:]) <= limit
+
+
 def test_the_plans_used_last_are_kept(tmp_path: Path, measured: list[Any]) -> None:
     rotor = RotorCallback("1GiB", "body", max_plans=2, show_table=False)
     train(nn.Sequential, [16, 20, 18, 16, 20], tmp_path, rotor)

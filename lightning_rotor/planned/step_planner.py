@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -449,7 +449,8 @@ class StepPlanner(BudgetSource):
         def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
             # It outlives the step, whose tensors it must not hold.
             numbers = [number for call, number in step.numbers.items() if call.plan is plan]
-            return partial(foresight, plan, numbers, phases, reserved_bytes)
+            # Looked for once: a step foretells those of all plans for its chain, and of other sizes.
+            return cache(partial(foresight, plan, numbers, phases, reserved_bytes))
 
         is_enough = self.limit.correct_plans(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         # A first step takes what no later one does, so the next one decides.
