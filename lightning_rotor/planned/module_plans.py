@@ -30,6 +30,7 @@ from lightning_rotor.errors import (
     ProfilerBusyError,
     ProfilingError,
 )
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.link import Link
 from lightning_rotor.memory.budget import Budget
@@ -405,7 +406,15 @@ class ModulePlans:
         profile = for_call(larger.profile, signature)
         costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
         plan = replace(larger.plan, chain=profile.chain)
-        return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
+        # What is used must not be forgotten before what is not: the sizes that it serves each have an entry, too.
+        self.cache.use(larger.signature, turn)
+        return self.use_plan(
+            signature,
+            costs,
+            plan,
+            lost_seconds=lost_seconds,
+            executor=larger.shared_executor,
+        )
 
     def _estimated(self, signature: Signature) -> Prepared | None:
         """A plan for a new size from the costs of others, or None if those do not do."""
@@ -659,10 +668,18 @@ class ModulePlans:
         *,
         lost_seconds: float = 0.0,
         is_chosen: bool = False,
+        executor: Executor | None = None,
     ) -> Prepared:
-        """Run a call under a plan from now on."""
+        """Run a call under a plan from now on; ``executor`` is one for the schedule and the call's stages, if any."""
         memory = self._memory(signature, plan)
-        prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen, memory=memory)
+        prepared = costs.under(
+            signature,
+            plan,
+            lost_seconds=lost_seconds,
+            is_chosen=is_chosen,
+            memory=memory,
+            executor=executor,
+        )
         self.cache.put(signature, prepared)
         self._source.hear(PlanMade(plan, signature))
         return prepared
