@@ -47,7 +47,7 @@ from lightning_rotor.planned.prepared import Prepared, Turn, leaves_much_room
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, State, following
+from lightning_rotor.planned.step_state import PLANNED, WITHOUT_A_PLAN, Event, Mode, State, following
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
@@ -669,12 +669,19 @@ class StepPlanner(BudgetSource):
     def _plan_made(self, plan: Plan, signature: Signature) -> None:
         """Watch the steps that follow, from inside the first forward on, unless a larger one has kept the limit."""
         self.plan = plan
-        self._become(Event.PLANNED)
         step = self._step
         # Where lengths differ in nearly every step, planning and watching each by itself took three times a plain step.
-        if step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes):
+        is_covered = step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes)
+        if is_covered and self.state in PLANNED:
+            return  # nothing new: no step is watched for it, and no plan is reported
+        self._become(Event.PLANNED)
+        if is_covered:
             return
-        self.watch.renew()
+        if self._kept_sizes.knows(signature, plan.schedule):
+            # Only this size is new. The steps behind it most likely have others, under plans of their own.
+            self.watch.repeat()
+        else:
+            self.watch.renew()
         if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return
