@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias, TypedDict
 
 from lightning_rotor.chain import Chain, Option
 from lightning_rotor.errors import ScheduleError
-from lightning_rotor.link import Copies, Link
+from lightning_rotor.link import Copies, Link, Transfer, Way
 from lightning_rotor.live_memory import Boundaries, Skips
 from lightning_rotor.schedule import Item, Leaf, Schedule, Segment, leaves, make_room_for, segments_in
 from lightning_rotor.units import format_bytes, format_seconds
@@ -190,6 +190,34 @@ def levels(chain: Chain, schedule: Schedule, step: Conditions) -> Levels:
     return Levels(simulator.run(), tuple(simulator.point_bytes), simulator.freed_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The copies of one step, and when they run.
+
+    Attributes:
+        transfers: All copies.
+        forward_seconds: When the forward ends; all times are seconds since the step began.
+        seconds: When the step ends.
+    """
+
+    transfers: tuple[Transfer, ...]
+    forward_seconds: float
+    seconds: float
+
+    def busy(self, way: Way) -> float:
+        """Share of the forward in which the link carries something out, or of the backward in which it carries back."""
+        begin, end = (0.0, self.forward_seconds) if way == "out" else (self.forward_seconds, self.seconds)
+        carrying = sum(each.seconds_between(begin, end) for each in self.transfers if each.way == way)
+        return carrying / (end - begin) if end > begin else 0.0
+
+
+def traffic(chain: Chain, schedule: Schedule, step: Conditions) -> Traffic:
+    """The copies of a step under a schedule."""
+    simulator = _Simulator(chain, schedule, step)
+    simulator.run()
+    return simulator.traffic()
+
+
 def held_by_stage(chain: Chain, schedule: Schedule) -> list[int]:
     """Bytes alive between forward and backward by stage (skips: by their maker), without states of segments."""
     return _Simulator(chain, schedule, {}).held_by_stage()
@@ -329,6 +357,7 @@ class _Simulator:
         # Events that the clock has counted, and its time.
         self._clocked = 0
         self._clock_seconds = 0.0
+        self._forward_seconds = 0.0
 
     def record(self) -> None:
         self._other_bytes += self._lingering_bytes
@@ -355,6 +384,7 @@ class _Simulator:
         # Before the caller goes on to the loss, whose gradient is there when the backward begins.
         self._give_back(items)
         held_bytes = self._live_bytes
+        self._forward_seconds = self._now()
         # The output now belongs to the caller, so the reference that the forward took is never given back.
         for number in reversed(range(items)):
             self._reach(2 * items - 1 - number)
@@ -376,6 +406,10 @@ class _Simulator:
             sum(self._host_bytes.values()),
             stall_seconds,
         )
+
+    def traffic(self) -> Traffic:
+        """Copies of the step that was run."""
+        return Traffic(tuple(self._copies.transfers), self._forward_seconds, self._now())
 
     @property
     def _live_bytes(self) -> int:
@@ -621,7 +655,7 @@ class _Simulator:
             elif before:
                 size = 0
             self._host_bytes[storage] = before + size
-            self._copies.send(storage, size, self._now())
+            self._copies.send(storage, size, self._now(), self._schedule.items[number].first)
 
     def _release(self, number: int) -> None:
         """Wait for the copies out of an item, and give back what it holds."""
@@ -640,7 +674,8 @@ class _Simulator:
             before = self._live_bytes
             for other in self._away.pop(storage, ()):
                 self._hold(other, storage, away=False)
-            self._copies.fetch(storage, self._live_bytes - before, self._now())
+            stage = self._schedule.items[number].first
+            self._copies.fetch(storage, self._live_bytes - before, self._now(), stage)
 
     def _await_moved(self, number: int) -> None:
         if number in self._moves:

@@ -88,10 +88,18 @@ class MovingSearch(ScheduleSearch):
                 by_schedule[simulation.schedule] = simulation
         return tuple(sorted(by_schedule.values(), key=by_peak))
 
+    @property
+    def questions(self) -> int:
+        """Budgets between the points of a curve that are worth a search; each takes one of its own with a link."""
+        questions = super().questions
+        return questions if self._link is None else min(questions, self.effort.moved_budgets)
+
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
         best = self._fastest_of_candidates(link, budget_bytes)
         # To find the least peak takes a search of its own, so it is asked for only where it may be the answer.
-        if best is None or best.peak_bytes <= self.smallest_of_tables.peak_bytes:
+        if best is None or (
+            best.peak_bytes <= self.close_bytes and best.peak_bytes <= self.smallest_of_tables.peak_bytes
+        ):
             least = self.smallest
             is_faster = best is None or by_seconds(least) < by_seconds(best)
             if least.peak_bytes <= budget_bytes and is_faster:
