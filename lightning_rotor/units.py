@@ -15,6 +15,7 @@ _FACTORS = {
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_SPEEDS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 # Below it nothing can be trained, and a limit is a number of GiB, or a share, whose unit was forgotten.
@@ -129,6 +130,17 @@ def format_bytes(size_bytes: float) -> str:
     else:
         digits = 0
     return f"{size:.{digits}f} {unit}"
+
+
+def format_speed(bytes_per_second: float) -> str:
+    """Print what a link carries with a decimal unit, as vendors of links do.
+
+    Example:
+        >>> format_speed(50e9)
+        '50 GB/s'
+    """
+    factor, unit = next((each for each in _SPEEDS if bytes_per_second >= each[0]), (1.0, "B/s"))
+    return f"{bytes_per_second / factor:.3g} {unit}"
 
 
 def formatted_apart(size_bytes: int, other_bytes: int) -> tuple[str, str]:

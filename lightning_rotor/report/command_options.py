@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from lightning_rotor import __version__
 from lightning_rotor.errors import RotorError
+from lightning_rotor.link import Link
+from lightning_rotor.offload import Offload, is_speed, parse_offload, parse_speed
 from lightning_rotor.profiling.accelerators import GPUS
 from lightning_rotor.profiling.input_spec import InputSpec
 from lightning_rotor.report.named_models import assignment, did_you_mean
@@ -22,6 +24,7 @@ _EXAMPLES = """
 examples:
   %(prog)s --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
   %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --optimizer adamw --curve
+  %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --budget 40GiB --offload 50GB/s
   %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --gpu T4 --json
   %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --gpu T4 --batch-sizes
 """
@@ -125,6 +128,11 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], Any]:
     return read
 
 
+def _offload(text: str) -> Link | Offload | None:
+    """A link of a given speed, or where plans may move what stages hold."""
+    return Link(*parse_speed(text)) if is_speed(text) else parse_offload(text)
+
+
 def _batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(_positive(int), text.split(",")))
 
@@ -170,6 +178,11 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     ask("--budget", metavar="SIZE", help=said)
     said = "the budget is for activations and new gradients alone, as with Checkpointable"
     ask("--activations-only", action="store_true", help=said)
+    said = (
+        "plans may move what stages hold as well: host or host:64GiB (the default; of --gpu by its data sheet), "
+        "disk:/a/folder from the cpu, or over a link of 50GB/s or 170/410GB/s (out, back)"
+    )
+    ask("--offload", nargs="?", const="host", type=_reading(_offload), metavar="WHERE", help=said)
 
     ask = plan.add_argument_group("the device").add_argument
     said = "cpu or cuda: measure there; meta: estimate from shapes for --gpu (default: meta with --gpu, or else cpu)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +16,13 @@ from lightning_rotor.advising.advice import CONTEXT_BYTES
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.devices import KINDS
-from lightning_rotor.errors import ProfilingError, SampleError
+from lightning_rotor.errors import BudgetError, OffloadError, ProfilingError, SampleError
+from lightning_rotor.link import Link
 from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.memory.resident_memory import ResidentMemory
+from lightning_rotor.offload import Offload
 from lightning_rotor.planned.batch_sizes import AffineCosts, BatchSizeAdvice, advice_from
+from lightning_rotor.planned.offloading import offloading
 from lightning_rotor.planning import Frontier, Plan
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.accelerators import GPUS, Accelerator
@@ -38,7 +41,13 @@ _HALF = {"bf16": torch.bfloat16, "16": torch.float16}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """A plan with the model that it is for, as it is shown."""
+    """A plan with the model that it is for, as it is shown.
+
+    Attributes:
+        reserved_bytes: The part of the budget that is not for the chain.
+        staying: With a link, the fastest plan that moves nothing; None if there is none, or no link.
+        staying_frontier: With a link, the curve of plans that move nothing.
+    """
 
     case: _Case
     profile: Profile
@@ -46,17 +55,30 @@ class Answer:
     frontier: Frontier | None
     # What of the budget is not for the chain.
     reserved_bytes: int
+    staying: Plan | None = None
+    staying_frontier: Frontier | None = None
 
 
 def answer_to(options: Namespace) -> Answer:
     """Build the model, measure it and plan; ``RotorError`` if something is amiss or no plan fits."""
     case = _Case.of(options)
     profile = case.profile(options.inputs)
+    link = case.link()
+    without = case.resident.budget(case.budget_bytes)
+    staying = None
     with planning_progress(len(profile.chain), enabled=sys.stderr.isatty()):
-        plan = case.resident.budget(case.budget_bytes).plan(profile.chain, slots=options.slots)
+        plan = replace(without, link=link).plan(profile.chain, slots=options.slots)
+        if link is not None:
+            with suppress(BudgetError):
+                staying = without.plan(profile.chain, slots=options.slots)
+    frontier = staying_frontier = None
     # It solves the chain for many budgets, which nobody waits for unasked.
-    frontier = plan.frontier() if options.curve or options.plot_curve is not None else None
-    return Answer(case, profile, plan, frontier, case.budget_bytes - plan.budget_bytes)
+    if options.curve or options.plot_curve is not None:
+        frontier = plan.frontier()
+        if link is not None:
+            staying_frontier = replace(plan, link=None).frontier()
+    reserved_bytes = case.budget_bytes - plan.budget_bytes
+    return Answer(case, profile, plan, frontier, reserved_bytes, staying, staying_frontier)
 
 
 def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
@@ -78,6 +100,7 @@ def find_batch_sizes(options: Namespace) -> BatchSizeAdvice:
         limit_bytes=case.budget_bytes,
         batch_sizes=options.batch_sizes or None,
         slots=options.slots,
+        link=case.link(),
     )
 
 
@@ -169,6 +192,20 @@ class _Case:
             "gradients": held.outside_gradient_bytes + held.chain_gradient_bytes,
             "batch": held.batch_bytes,
         }
+
+    def link(self) -> Link | None:
+        """The link over which the plan may move what stages hold; None if it is to move nothing."""
+        asked: Link | Offload | None = self.options.offload
+        if asked is None or isinstance(asked, Link):
+            return asked
+        if self.accelerator is None:
+            return offloading(asked, torch.device(self.options.device)).link
+        if asked.folder is not None:
+            raise OffloadError(
+                f'offload="{asked.target}" moves from the CPU to a file, and the plan is for {self.accelerator.name}: '
+                "expected --offload host, or the speed of the link, such as --offload 50GB/s"
+            )
+        return replace(self.accelerator.host_link, room_bytes=asked.limit_bytes)
 
     def profile(self, inputs: Sequence[InputSpec]) -> Profile:
         """Costs for such inputs, measured or estimated."""
