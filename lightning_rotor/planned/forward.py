@@ -29,6 +29,7 @@ from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
 from lightning_rotor.planned.out_of_memory import BeforeForward, CopiedBuffers, is_shortage, shortage_message
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.signature import Signature
+from lightning_rotor.private.functional_collectives import waited_for
 from lightning_rotor.private.torch_names import CompiledCall, is_transformed, outside_of_graphs, shares_weights
 from lightning_rotor.private.values import call_with, check_sample
 from lightning_rotor.profiling import Profile
@@ -99,6 +100,8 @@ class PlannedForward:
         plainly = partial(run, *args, **kwargs)
         if not self._plans_for(module, args, kwargs):
             return plainly()
+        # A recomputation reads the arguments again, and what arrives meanwhile would have changed them.
+        args, kwargs = waited_for(args, kwargs)
         with self.key_value_caches.off():
             # In the order of what they take: the first asks least, and most steps come no further than the second.
             call = (

@@ -53,7 +53,6 @@ class Answer:
     profile: Profile
     plan: Plan
     frontier: Frontier | None
-    # What of the budget is not for the chain.
     reserved_bytes: int
     staying: Plan | None = None
     staying_frontier: Frontier | None = None
