@@ -139,6 +139,7 @@ class Option:
 
     def __post_init__(self) -> None:
         _check_costs(self)
+        # It drops the input, and rebuilds it from the output alone.
         if self.inverts and (self.saved_input_bytes or self.saved_skips or not self.saved_tensors):
             raise ScheduleError(
                 f"option {self.name!r} inverts its stage: expected it to save the output, and neither input nor skips"
@@ -265,6 +266,7 @@ class StageCost:
         _check_costs(self)
         if not self.options:
             raise ScheduleError(f"stage {self.name!r} has no option: expected at least one way to keep it")
+        # Plain training is the measure of overheads, and what every schedule may fall back to.
         if self.options[0].inverts:
             raise ScheduleError(
                 f"the first option of stage {self.name!r} inverts it: expected the one that keeps what autograd saves"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_rotor.capture.compiled import Variants, objection_to_planning_inside, taken_apart
+from lightning_rotor.capture.compiled import Variants, objection_to_planning_inside, uncompiled_warning
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import ModelError, ProfilingError, RotorWarning
 from lightning_rotor.memory.budget import Budget
@@ -83,9 +83,11 @@ class _Forward:
             return Checkpointable._run
         module = net.module
         kind = type(module_inside(module) if is_compiler_wrapper(module) else module)
-        return MethodType(_run_with_signature_of(getattr(kind, "forward", None)), net)  # scripted ones have none
+        # The class of a scripted module has no forward.
+        return MethodType(_run_with_signature_of(getattr(kind, "forward", None)), net)
 
 
+# Kept by class: ``forward`` is looked up at every call, and ``inspect.signature`` takes its time.
 @lru_cache(128)
 def _run_with_signature_of(forward: Callable[..., Any] | None) -> Callable[..., Any]:
     def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +95,8 @@ def _run_with_signature_of(forward: Callable[..., Any] | None) -> Callable[..., 
 
     run.__name__, run.__doc__ = "forward", forward.__doc__
     # Not __wrapped__: accelerate puts the innermost such function in the place of ``forward``.
-    with suppress(TypeError, ValueError):  # of code that is not Python's
+    # Code that is not Python's may have no signature.
+    with suppress(TypeError, ValueError):
         run.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined, arg-type]
     return run
 
@@ -176,10 +179,12 @@ class Checkpointable(nn.Module):
                 f"{units[0]!r}), which only all processes together can measure: expected RotorCallback, under which "
                 "they agree, or a module without units"
             )
+        # Past ``nn.Module.__setattr__``: as a child it would put "module." in front of all names.
         self.__dict__[_WRAPPED] = module
         self._prepare()
+        # It was compiled, and its graph cannot be planned inside.
         if self._planned.compiled is None and (is_compiled(module) or has_compiled_method(module, "forward")):
-            message = taken_apart(f"this {type(module).__name__}")
+            message = uncompiled_warning(f"this {type(module).__name__}")
             remedy = f"{message}; or Checkpointable(torch.compile(net)), which stays compiled as one stage"
             warnings.warn(remedy, RotorWarning, stacklevel=2)
         if sample is not None:
@@ -219,6 +224,7 @@ class Checkpointable(nn.Module):
         try:
             return self._planned.plans.replan()
         except Exception:
+            # The plan from before stays, and with it the limit that it was made for.
             self._limit.limit = before
             raise
 
@@ -264,7 +270,8 @@ class Checkpointable(nn.Module):
         Raises:
             ProfilingError: Nothing has been measured yet.
         """
-        from lightning_rotor.report.drawing import draw_chain  # slow, and seldom wanted
+        # Here, since rich is slow to import, and a drawing seldom wanted.
+        from lightning_rotor.report.drawing import draw_chain
 
         prepared, title = self._latest(), type(self.module).__name__
         profile = prepared.profile
@@ -297,7 +304,8 @@ class Checkpointable(nn.Module):
         finally:
             try:
                 detach(self.module, self._planned)
-            finally:  # an interrupt may have come in between
+            finally:
+                # Once more, as an interrupt (Ctrl+C) may have come in the middle of the first. Twice does no harm.
                 detach(self.module, self._planned)
 
     # ---------------------------------------------------------------- looking like the module
@@ -310,7 +318,8 @@ class Checkpointable(nn.Module):
 
     @__class__.setter
     def __class__(self, kind: Any) -> None:
-        self.module.__class__ = kind  # torch's parametrizations do so
+        # torch's parametrizations set it: they give a module a class with properties.
+        self.module.__class__ = kind
 
     @property
     def training(self) -> bool:
@@ -319,11 +328,13 @@ class Checkpointable(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if _WRAPPED in self.__dict__:  # else it is just being made
+        # nn.Module's constructor sets it before there is a module.
+        if _WRAPPED in self.__dict__:
             self.module.training = mode
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or _WRAPPED not in self.__dict__:  # copy and pickle look for methods of that kind
+        # copy and pickle look for methods of that kind, also before an object has its attributes.
+        if name.startswith("__") or _WRAPPED not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.module, name)
 
@@ -349,6 +360,7 @@ class Checkpointable(nn.Module):
         return f"{type(self).__name__}({self.module!r})"
 
     def __bool__(self) -> bool:
+        # A module with a length, such as an nn.Sequential, is False if it is empty, and so is its wrapper.
         return bool(self.module)
 
     def __getitem__(self, index: Any) -> Any:
@@ -389,14 +401,16 @@ class Checkpointable(nn.Module):
 
 
 for _name in _DELEGATED:
-    if hasattr(nn.Module, _name):  # torch 2.11 does not have all of them
+    # torch 2.11 does not have all of them.
+    if hasattr(nn.Module, _name):
         setattr(Checkpointable, _name, _on_module(_name))
 
 
 class _ActivationLimit(BudgetSource):
     """The limit of a :class:`Checkpointable` as a budget."""
 
-    accumulates = False  # all gradients are new in it
+    # The limit is for new gradients, so whether there were others before does not count.
+    accumulates = False
 
     def __init__(self, limit: MemoryLimit | None) -> None:
         self.limit, self.ranks = limit, Agreement()

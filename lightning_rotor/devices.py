@@ -223,6 +223,7 @@ class Cuda(DeviceKind):
         torch.cuda.reset_peak_memory_stats(device)
 
     def driver_memory(self, device: torch.device) -> tuple[int, int]:
+        # The driver's own figures, in which other processes on the device count.
         return torch.cuda.mem_get_info(device)
 
     def process_share(self, device: torch.device) -> float:
@@ -238,6 +239,7 @@ class Cuda(DeviceKind):
         return event
 
     def seconds_between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        # An event that the device has not reached yet has no time. torch tells milliseconds.
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
@@ -269,6 +271,7 @@ TRAINING = tuple(name for name, kind in KINDS.items() if kind.trains)
 PRECISION_BACKENDS = tuple(kind.precision_backend for kind in KINDS.values() if kind.precision_backend is not None)
 """Libraries whose precision of float32 can be set."""
 
+# Of the kinds above alone: models on others are refused anyway.
 AUTOCASTING = tuple(name for name in KINDS if torch.amp.is_autocast_available(name))
 """Types of the devices for which torch has autocast."""
 

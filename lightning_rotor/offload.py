@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lightning_rotor.errors import OptionError
+from lightning_rotor.errors import OptionError, UnitError
 from lightning_rotor.link import Link
 from lightning_rotor.units import format_bytes, parse_bytes
 
@@ -28,8 +30,8 @@ class Offload:
             training on the CPU.
         limit: Most that may be there at a time, in bytes or as ``"20GiB"``. By default half of the host's memory that
             is free, or what the disk has free.
-        bandwidth: Bytes per second that the link carries, or two such numbers: out, and back. By default it is
-            measured.
+        bandwidth: Bytes per second that the link carries, or two such numbers: out, and back. As a text, ``"50GB/s"``
+            or ``"170/410GB/s"``. By default it is measured.
     Raises:
         OptionError: None of these forms.
     Example:
@@ -39,22 +41,17 @@ class Offload:
 
     target: str
     limit: int | str | None = None
-    bandwidth: float | Sequence[float] | None = None
+    bandwidth: float | Sequence[float] | str | None = None
 
     def __post_init__(self) -> None:
         if self.target != _HOST and self.folder is None:
             raise OptionError(f"offload is {self.target!r}: expected {_FORMS}")
+        # For its error alone: ``repr`` shows the limit as the user wrote it.
         if self.limit is not None:
             parse_bytes(self.limit)
         if self.bandwidth is not None:
-            numbers = self._speeds()
-            if len(numbers) != 2 or not all(math.isfinite(number) and number > 0 for number in numbers):
-                raise OptionError(
-                    f"bandwidth of offload is {self.bandwidth!r}: expected a positive number of bytes per second, two "
-                    "of them (out, and back), or None to measure it"
-                )
             # Lists, as from YAML, have no hash.
-            object.__setattr__(self, "bandwidth", numbers)
+            object.__setattr__(self, "bandwidth", _speeds(self.bandwidth))
 
     @property
     def folder(self) -> Path | None:
@@ -67,16 +64,12 @@ class Offload:
         """The limit as a number; None if it was left out."""
         return None if self.limit is None else parse_bytes(self.limit)
 
-    def link(self, room_bytes: int) -> Link | None:
+    def link(self, room_bytes: int | None) -> Link | None:
         """The link with the speed that was given, to so much memory; None if the speed is to be measured."""
         if self.bandwidth is None:
             return None
-        out, back = self._speeds()
+        out, back = _speeds(self.bandwidth)
         return Link(out, back, room_bytes=room_bytes)
-
-    def _speeds(self) -> tuple[float, ...]:
-        given = self.bandwidth
-        return tuple(given) if isinstance(given, Sequence) else (float(given or 0), float(given or 0))
 
     def __str__(self) -> str:
         limit = "" if self.limit is None else f", at most {format_bytes(parse_bytes(self.limit))}"
@@ -96,7 +89,60 @@ def parse_offload(value: str | Offload | None) -> Offload | None:
         return value
     if not isinstance(value, str):
         raise OptionError(f"offload is {value!r} of type {type(value).__name__}: expected {_FORMS}")
+    # Of the host alone: the name of a folder may hold a colon, too.
     target, colon, size = value.partition(":")
     if target == _HOST and colon:
         return Offload(_HOST, size)
     return Offload(value)
+
+
+def parse_speed(text: str) -> tuple[float, float]:
+    """Read bytes per second, out and back; ``OptionError`` if the text is no speed.
+
+    Example:
+        >>> parse_speed("50GB/s")
+        (50000000000.0, 50000000000.0)
+        >>> parse_speed("170/410GB/s")
+        (170000000000.0, 410000000000.0)
+    """
+    given = _SPEED.fullmatch(text)
+    if given is None:
+        raise _no_speed(text)
+    out, back, unit = given["out"], given["back"] or given["out"], given["unit"]
+    try:
+        return float(parse_bytes(f"{out}{unit}")), float(parse_bytes(f"{back}{unit}"))
+    except UnitError:
+        raise _no_speed(text) from None
+
+
+def is_speed(text: str) -> bool:
+    """True if a text is meant as a speed, and not as a place."""
+    return text.rstrip().endswith("/s") and ":" not in text
+
+
+_SPEED = re.compile(r"\s*(?P<out>[0-9.e+]+)(?:/(?P<back>[0-9.e+]+))?\s*(?P<unit>[A-Za-z]*)/s\s*")
+
+
+def _speeds(given: float | Sequence[float] | str) -> tuple[float, float]:
+    """Bytes per second out and back; ``OptionError`` if they are none."""
+    if isinstance(given, str):
+        return parse_speed(given)
+    numbers: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) else (given, given)
+    if len(numbers) != 2 or not all(map(_is_speed_number, numbers)):
+        raise _no_speed(given)
+    out, back = numbers
+    return float(out), float(back)
+
+
+def _is_speed_number(value: object) -> bool:
+    # True counts as 1.
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value > 0
+
+
+def _no_speed(given: object) -> OptionError:
+    return OptionError(
+        f"bandwidth of offload is {given!r}: expected a positive number of bytes per second, two of them (out, and "
+        'back), a text such as "50GB/s" or "170/410GB/s", or None to measure it'
+    )

@@ -226,6 +226,7 @@ class Schedule:
         if self.moves:
             return False
         for item in self.items:
+            # Under another option than the first a stage runs other code, or drops its input.
             if isinstance(item, Segment) or item.option:
                 return False
         return True
@@ -353,6 +354,7 @@ def _check_moves(moves: tuple[Move, ...], items: int) -> None:
         if not 0 <= move.item < items:
             raise ScheduleError(f"item {move.item} of {items} moves: expected a number below {items}")
         last = Move.whole(move.item, items).fetch
+        # A point is in front of its item: what is given back at the item's own has not been made yet.
         if not (move.item < move.release < move.fetch and items <= move.fetch <= last):
             raise ScheduleError(
                 f"item {move.item} of {items} is given back at point {move.release} and fetched at {move.fetch}: "

@@ -15,6 +15,7 @@ _FACTORS = {
     "t": 10**12, "tb": 10**12, "tib": 2**40,
 }  # fmt: skip
 _SIZES = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_SPEEDS = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 _DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
 # Below it nothing can be trained, and a limit is a number of GiB, or a share, whose unit was forgotten.
@@ -58,9 +59,11 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
     """
     if value is None:
         return None
+    # True is an int, and would be a limit of one byte.
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise UnitError(f"memory limit is {value!r} of type {type(value).__name__}: expected {_FORMS}")
     number, unit = _split(value) if isinstance(value, str) else (value, "")
+    # "0.8" is what a command line or a YAML file hands over for 0.8.
     is_float = isinstance(value, float) or (isinstance(value, str) and unit == "" and "." in value)
     if unit == "%" or (is_float and number <= 1):
         fraction = number / 100 if unit == "%" else float(number)
@@ -94,6 +97,7 @@ def parse_bytes(value: int | str) -> int:
 
 def in_blocks(size_bytes: int, block_bytes: int) -> int:
     """Bytes that an allocator counts for ``size_bytes`` if all its blocks are multiples of ``block_bytes``."""
+    # Rounded up without a float, which is not exact above 2**53.
     return -(-size_bytes // block_bytes) * block_bytes
 
 
@@ -118,13 +122,25 @@ def format_bytes(size_bytes: float) -> str:
     size = size_bytes / factor
     if unit == "B":
         digits = 0
-    elif abs(size) < 10 or unit == "TiB":  # a hundredth of a TiB is more than any device can miss
+    # A hundredth of a TiB is more than any device can miss.
+    elif abs(size) < 10 or unit == "TiB":
         digits = 2
     elif abs(size) < 100:
         digits = 1
     else:
         digits = 0
     return f"{size:.{digits}f} {unit}"
+
+
+def format_speed(bytes_per_second: float) -> str:
+    """Print what a link carries with a decimal unit, as vendors of links do.
+
+    Example:
+        >>> format_speed(50e9)
+        '50 GB/s'
+    """
+    factor, unit = next((each for each in _SPEEDS if bytes_per_second >= each[0]), (1.0, "B/s"))
+    return f"{bytes_per_second / factor:.3g} {unit}"
 
 
 def formatted_apart(size_bytes: int, other_bytes: int) -> tuple[str, str]:

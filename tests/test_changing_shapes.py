@@ -119,6 +119,32 @@ def test_many_lengths(tmp_path: Path, measured: list[Any], kind: type[nn.Sequent
     assert_same_bits(left.losses, right.losses)
 
 
+class WithCodeAround(Reader):
+    """Holds much around its call, in proportion to the length."""
+
+    def __init__(self, kind: type[nn.Sequential]) -> None:
+        super().__init__(kind)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        wide = (self.scale * batch).repeat(1, 1, 6)
+        return self.body(batch) + 1e-3 * wide.square().mean()
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_lies_around_a_call_is_foretold_for_a_larger_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest length was 12 % over this limit, though all before had kept it and shown what lies around."""
+    monkeypatch.setattr("tests.test_changing_shapes.Reader", WithCodeAround)
+    roomy = RotorCallback("1GiB", "body", show_table=False)
+    train(nn.Sequential, [60], tmp_path, roomy)
+    assert roomy.measured_peak_bytes is not None
+    limit = int(0.9 * roomy.measured_peak_bytes)
+    _, _, watch = train(nn.Sequential, [20, 44, 21, 41, 60], tmp_path, RotorCallback(limit, "body", show_table=False))
+    assert max(watch.peaks[1:]) <= limit
+
+
 def test_the_plans_used_last_are_kept(tmp_path: Path, measured: list[Any]) -> None:
     rotor = RotorCallback("1GiB", "body", max_plans=2, show_table=False)
     train(nn.Sequential, [16, 20, 18, 16, 20], tmp_path, rotor)
@@ -228,3 +254,33 @@ def test_steps_of_ever_other_lengths_settle(tmp_path: Path, monkeypatch: pytest.
     assert max(peak for peak in watch.peaks[1:] if peak is not None) <= limit
     assert_same_bits(dict(planned.state_dict()), dict(plain.state_dict()))
     assert_same_bits(left.losses, right.losses)
+
+
+def test_a_larger_length_is_watched_for_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[bool] = []
+    stop = step_watch.StepWatch.stop
+
+    def noted(watch: step_watch.StepWatch) -> bool:
+        watched.append(watch.running)
+        return stop(watch)
+
+    monkeypatch.setattr(step_watch.StepWatch, "stop", noted)
+    train(nn.Sequential, [32, 32, 32, 40, 24, 32, 40], tmp_path, RotorCallback("1GiB", "body", show_table=False))
+    # The schedule is new in the first step. In the fourth, only the length is.
+    assert watched == [True, True, True, True, False, False, False]
+
+
+def test_a_smaller_length_shares_what_runs_a_larger_one() -> None:
+    body = nn.Sequential(*(Block(16) for _ in range(4)), Loss())
+    net = Checkpointable(body, torch.randn(8, 48, 16))
+    assert net.chain is not None
+    limit = int(0.6 * simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes)
+    net.compute_sequence(limit)
+    for length in [48] * 12 + [47]:  # the first calls are timed, and may lead to another plan
+        net(torch.randn(8, length, 16)).backward()
+    entries = {signature.shapes[0][1]: prepared for signature, prepared in net._planned.plans.cache.planned()}
+    assert entries[48].is_settled
+    assert entries[47].costs.origin == "larger size"
+    assert entries[47].executor is entries[48].executor
+    assert entries[47].profile.state is entries[48].profile.state
+    assert entries[47].plan.chain.stages[0].takes != entries[48].plan.chain.stages[0].takes

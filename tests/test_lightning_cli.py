@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -15,7 +16,8 @@ from lightning.pytorch.cli import LightningCLI
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_rotor import RotorCallback
+from lightning_rotor import Offload, RotorCallback
+from lightning_rotor.offload import parse_offload
 
 # Lightning 2.6 calls jsonargparse in ways that newer versions of it announce to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -124,3 +126,33 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_trains() -> None:
     made = cli("fit", *_QUIET, "--trainer.callbacks+=RotorCallback", "--trainer.callbacks.show_table=false", run=True)
     assert rotor_of(made).plan is not None
+
+
+@pytest.mark.feature("LightningCLI", "`offload` in YAML, as a text or an `Offload`")
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ("null", None),
+        ("host", Offload("host")),
+        ("host:20GiB", Offload("host", "20GiB")),
+        ("disk:/scratch", Offload("disk:/scratch")),
+        ("{target: host, limit: 64GiB, bandwidth: [50e9, 50e9]}", Offload("host", "64GiB", (50e9, 50e9))),
+        ("{target: host, bandwidth: 170/410GB/s}", Offload("host", bandwidth=(170e9, 410e9))),
+    ],
+)
+def test_offload_means_the_same_in_yaml(
+    tmp_path: Path, form: str, expected: Offload | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    made = RotorCallback.__init__
+
+    def noting(self: RotorCallback, *args: Any, **kwargs: Any) -> None:
+        given.append(kwargs.get("offload"))
+        made(self, *args, **kwargs)
+
+    noting.__signature__ = inspect.signature(made)  # type: ignore[attr-defined]
+    monkeypatch.setattr(RotorCallback, "__init__", functools.wraps(made)(noting))
+    config = config_file(tmp_path, "1GiB")
+    config.write_text(config.read_text() + f"        offload: {form}\n")
+    rotor_of(cli(*_QUIET, f"--config={config}"))
+    assert parse_offload(given[-1]) == expected

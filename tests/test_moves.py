@@ -19,7 +19,7 @@ from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan, scheduled
 from lightning_rotor.schedule import Leaf, Move, Schedule, schedule_line
-from lightning_rotor.simulator import Simulation, first_inverted, levels, movable, simulate
+from lightning_rotor.simulator import Simulation, first_inverted, levels, movable, seconds_without_waits, simulate
 from tests.strategies import KINDS, random_chain, random_link, random_moves, random_schedule, with_inversion, with_skips
 
 FAST = Link(1e15, 1e15, latency=0.0)
@@ -327,3 +327,12 @@ def test_a_plan_that_moves_something_is_not_run_without_another_memory() -> None
     assert net.chain is not None
     with pytest.raises(ScheduleError, match="there is no other memory to move it to"):
         net.use(scheduled(net.chain, Schedule.parse("0 1> 2"), link=FAST))
+
+
+@given(st.randoms(use_true_random=False))
+def test_seconds_without_waits_are_those_of_a_step_that_moves_nothing(rng: random.Random) -> None:
+    chain, schedule = random_case(rng)
+    chain = replace(chain, segment_seconds=rng.choice((0.0, 0.25)))
+    stays = Schedule(schedule.items)
+    assert seconds_without_waits(chain, schedule) == pytest.approx(simulate(chain, stays).seconds, rel=1e-12)
+    assert seconds_without_waits(chain, schedule) <= simulate(chain, schedule, link=FAST).seconds * (1 + 1e-12)

@@ -33,7 +33,7 @@ from lightning_rotor.private import autocast, lightning_names, messages, partiti
 from lightning_rotor.private import functional_collectives as collectives
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
-from lightning_rotor.private.sharding import Unit, UnitSizes, units_in
+from lightning_rotor.private.sharding import Unit, UnitSizes, is_spread, units_in
 from tests.private_names import private_names, private_names_below
 from tests.processes import ROOT
 
@@ -254,9 +254,9 @@ def test_copying_many() -> None:
     private.copy_each(targets, sources)
     assert all(map(torch.equal, targets, sources))
     sources.append(torch.tensor(2.0))
-    row = private.in_a_row(sources)
+    row = private.flattened(sources)
     assert row.tolist() == [1, 1, 1, 1, 1, 2]
-    parts = private.taken_apart(row, sources)
+    parts = private.unflattened(row, sources)
     assert all(map(torch.equal, parts, sources))
     assert all(part.shape == source.shape for part, source in zip(parts, sources, strict=True))
 
@@ -673,6 +673,26 @@ def test_a_functional_collective_waits_where_it_is_recorded(alone: None) -> None
     result = collectives.arrived(function)(x, "sum", distributed.group.WORLD.group_name)
     assert not collectives.is_on_its_way(result)
     assert torch.equal(result, x)
+
+
+def test_arguments_on_their_way_are_waited_for_and_keep_their_graph(alone: None) -> None:
+    x = torch.ones(2, requires_grad=True)
+    sent = functional_collectives.all_reduce(x * 2, "sum", distributed.group.WORLD)
+    (arrived, other), named = collectives.waited_for((sent, 1), {"mask": sent, "flag": True})
+    assert other == 1
+    assert named["flag"] is True
+    for tensor in (arrived, named["mask"]):
+        assert not collectives.is_on_its_way(tensor)
+        assert torch.equal(tensor, torch.full((2,), 2.0))
+    # A plain one, as a recording that runs again may have, goes through.
+    (gradient,) = torch.autograd.grad(collectives.wait_for(x * 2).sum(), x)
+    assert torch.equal(gradient, torch.full((2,), 2.0))
+    given = (x,), {"flag": True}
+    assert collectives.waited_for(*given) == given
+
+
+def test_a_tensor_that_is_spread_is_known() -> None:
+    assert not is_spread(torch.ones(2))
 
 
 def test_what_lightning_keeps(trainer: pl.Trainer) -> None:

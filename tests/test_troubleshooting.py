@@ -24,7 +24,7 @@ HEADING = re.compile(r"^#+ .*$", re.MULTILINE)
 # Functions that make messages, and where what they made is raised or warned of without being spelled out there.
 MAKERS = {
     *("_complaints", "stage_complaints", "structure_complaints", "shortage_message"),
-    *("_message", "taken_apart", "what_is_left_out"),
+    *("_message", "uncompiled_warning", "what_is_left_out"),
 }
 HANDED_ON = {"profile_chain", "warn", "warn_once"}
 SPEAKING = {"critical", "error", "warn", "warn_once", "warning"}

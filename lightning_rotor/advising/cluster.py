@@ -36,6 +36,7 @@ _SERVER_NETWORK = 12.5e9 / 4
 _LINKS = {
     "B200": _Figures(900e9, 50e9),
     "H200": _Figures(450e9, 50e9),
+    "GH200": _Figures(450e9, 50e9),
     "H100": _Figures(450e9, 50e9),
     "H100-PCIe": _Figures(64e9, _SERVER_NETWORK),
     "A100-80GB": _Figures(300e9, 25e9),

@@ -105,6 +105,7 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
         state_bytes.append(held + round(costs.state_scale * learning))
     # What is outside of the stages, and the whole batch, are on every device.
     around_bytes = tensors.outside_bytes + costs.resident_at(samples).batch_bytes
+    # Then nothing is left for the stages, on any device.
     if around_bytes >= task.limit_bytes:
         return None
     try:

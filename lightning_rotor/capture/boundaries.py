@@ -25,11 +25,12 @@ from torch import fx
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.module_calls import is_invertible_as_a_whole
 from lightning_rotor.capture.names_of_stages import SPLITS, StageNames
-from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, VALUED
+from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, SPREAD, VALUED
 from lightning_rotor.capture.recorded_checks import require_as_recorded
 from lightning_rotor.capture.recording import Recording
 from lightning_rotor.capture.value_memory import OpMemory
 from lightning_rotor.errors import ModelError
+from lightning_rotor.private.functional_collectives import wait_for
 from lightning_rotor.private.values import attribute_of
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.wiring import Wire, Wiring, packed
@@ -43,7 +44,7 @@ _NOTHING = 4096
 """A stage that weighs less than this part of all is not worth a cut."""
 
 
-def stages_of(recording: Recording) -> list[Stage]:
+def stages_of_recording(recording: Recording) -> list[Stage]:
     """Cut a recording into stages; ``ModelError`` if it is empty."""
     inputs: list[fx.Node] = []
     body: list[fx.Node] = []
@@ -186,17 +187,16 @@ class _Lifetimes:
         places: set[int] = set()
         for index in operations:
             end = index + 1
-            # The check of what it returned belongs to it.
-            if self._is_check(end):
+            while self._belongs_to_last(end):
                 end += 1
             places.update((index, end))
         # A cut needs operations on both sides.
         inner = places.intersection(range(1, len(self._body)))
         return set(filter(self._is_possible, inner))
 
-    def _is_check(self, place: int) -> bool:
-        """True if an operation checks what the one before it, code that runs as it is, has returned."""
-        return place < len(self._body) and self._body[place].target is require_as_recorded
+    def _belongs_to_last(self, place: int) -> bool:
+        """True if an operation checks what a module, code that runs as it is, has returned, or waits for it."""
+        return place < len(self._body) and self._body[place].target in (require_as_recorded, wait_for)
 
     def behind_results(self, cuts: Sequence[int]) -> list[int]:
         """Cuts before which something is made that is read behind them."""
@@ -251,9 +251,12 @@ class _Lifetimes:
     def _is_possible(self, place: int) -> bool:
         """True if there can be a cut at a place."""
         # A stage has to take and give at least one tensor. And a check must not be apart from what it checks.
-        if not self._values(place) or self._is_check(place):
+        if not self._values(place) or self._belongs_to_last(place):
             return False
         if any(node.target in _PIECES for node in self._alive[place]):
+            return False
+        # A stage is measured with gradients that are made for it, and those of a DTensor are spread in a way of theirs.
+        if any(SPREAD in node.meta for node in self._alive[place]):
             return False
         # The profiler would merge a stage that starts so with the one before.
         return not _in_place(self._body[place])

@@ -44,7 +44,7 @@ class CannotRepeatError(Exception):
     """A compiled module can have no variants; says why."""
 
 
-def taken_apart(name: str, what: str = "it", *, reason: str = "") -> str:
+def uncompiled_warning(name: str, what: str = "it", *, reason: str = "") -> str:
     """A warning about what was compiled as a whole under this name, and is to run under plans that take it apart.
 
     The reason is why its graph cannot be planned inside.

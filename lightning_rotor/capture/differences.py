@@ -30,6 +30,6 @@ def _spelled(node: fx.Node, source: Source) -> Any:
     # Each operation is compared by itself. Names of variables (v0, v1) count on, and bound constants begin anew.
     source.bound.clear()
     what = node.op, str(node.meta["module"]), node.target, node.args, node.kwargs, node.meta.get(REGION)
-    text = source.spell(what)
+    text = source.argument(what)
     source.name(node)
     return text, list(map(look_of, source.bound.values()))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_rotor.capture.attempts import Attempts
-from lightning_rotor.capture.boundaries import stages_of
+from lightning_rotor.capture.boundaries import stages_of_recording
 from lightning_rotor.capture.call import Call
 from lightning_rotor.capture.differences import first_difference
 from lightning_rotor.capture.guards import CallGuards
@@ -57,18 +57,18 @@ class GraphCut:
 
     def changing_numbers(self) -> tuple[Slot, ...]:
         """Attributes with another number than in this recording, and those that were others before."""
-        slots = dict.fromkeys((*self.numbers, *self.guards.watch.changed_numbers()))
+        slots = dict.fromkeys((*self.number_slots, *self.guards.watch.changed_numbers()))
         return tuple(slot for slot in slots if slot not in self.fixed)
 
     @property
-    def numbers(self) -> list[Slot]:
+    def number_slots(self) -> list[Slot]:
         """Attributes that hold an int or a float now, and are inputs of the recording instead of constants."""
-        numbers = []
+        slots = []
         for owner, name in self.guards.attributes:
             # By type, as a bool is an int for isinstance.
             if type(vars(owner).get(name)) in (int, float):
-                numbers.append((owner, name))
-        return numbers
+                slots.append((owner, name))
+        return slots
 
     def renewed_by(self, recording: Recording, call: Call) -> bool:
         """Hold also for the call of a newer recording if that runs the same operations on the same objects."""
@@ -164,7 +164,7 @@ def cut_graph(
         if cut.renewed_by(recording, call):
             cut.anew = anew
             return cut
-    stages = tuple(stages_of(recording))
+    stages = tuple(stages_of_recording(recording))
     watch = _watch(recording, call.attributes)
     reads = wiring_of(stages).wire.reads
     guards = CallGuards(call, watch, recording.guards, reads=reads)

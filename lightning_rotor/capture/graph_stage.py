@@ -95,7 +95,7 @@ class GraphSlice(nn.Module):
                 region = node.meta.get(REGION)
                 indent = "    " if region else ""
                 if region:
-                    lines.append(f"with {source.bind(region)}():")
+                    lines.append(f"with {source.constant(region)}():")
             lines.append(f"{indent}{source.name(node)} = {expression}")
             # The result of the last operation that uses it may be nobody's: it is let go at once.
             used_here = (*node.all_input_nodes, node)
@@ -105,18 +105,18 @@ class GraphSlice(nn.Module):
                     dying.append(used)
             if dying:
                 lines.append(f"{indent}del {', '.join(map(source.name, dying))}")
-        lines.append(f"return {source.spell(outputs)}")
+        lines.append(f"return {source.argument(outputs)}")
         return lines
 
     def _expression(self, source: Source, node: fx.Node) -> str:
         """The expression that gives a node's value."""
         if is_constant(node):
             self._constants.append(node.meta[OF])
-            return source.bind(node.meta[OF])
+            return source.constant(node.meta[OF])
         if node.op == "get_attr":
             self.reads.append(node.meta[OF])
             owner, name = node.meta[OF]
-            return f"getattr({source.bind(owner)}, {source.bind(name)})"
+            return f"getattr({source.constant(owner)}, {source.constant(name)})"
         return source.call(node, self._called(source, node))
 
     def _called(self, source: Source, node: fx.Node) -> str:
@@ -124,12 +124,12 @@ class GraphSlice(nn.Module):
         if node.op == "call_method":
             return ""
         if node.op != "call_module":
-            return source.bind(node.target)
+            return source.constant(node.target)
         module = node.meta[OF]
         if module not in self._calls.values():
             # A child in name alone, for those who walk modules: it is called by what is bound.
             self._modules[str(len(self._modules))] = module
-        name = source.bind(module)
+        name = source.constant(module)
         self._calls[name] = module
         return name
 

@@ -24,6 +24,8 @@ VALUED = "valued"
 attribute, and what is computed from these."""
 REGION = "region"
 """Key: the settings under which the operation runs, if these are others than the call's."""
+SPREAD = "spread"
+"""Key: present if the value is a DTensor, of which each process has a part."""
 OWN = "own"
 """Key: True if a node runs code that is not torch's, of which nobody knows what it does for other sizes."""
 

@@ -70,8 +70,8 @@ def name_of_function(function: Any) -> str:
     return str(getattr(descriptor, "__name__", None) or getattr(getter, "__name__", ""))
 
 
-def spell(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
-    """Kind, target and positional arguments of the node for a call that a ``TorchFunctionMode`` saw."""
+def node_parts(function: Any, args: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+    """Kind, target and positional arguments of the graph's node for a call that a ``TorchFunctionMode`` saw."""
     name = name_of_function(function)
     if getattr(function, "__name__", "") == "__get__":
         return "call_function", getattr, (args[0], name)

@@ -31,15 +31,15 @@ from lightning_rotor.capture.call import Call
 from lightning_rotor.capture.copies import version_of
 from lightning_rotor.capture.dispatch_check import DispatchCheck, OperationSeen
 from lightning_rotor.capture.module_calls import ModuleCalls, Slot, hides_code, is_torchs_module
-from lightning_rotor.capture.node_facts import OWN, UNSURE, Region, name_of, total
+from lightning_rotor.capture.node_facts import OWN, SPREAD, UNSURE, Region, name_of, total
 from lightning_rotor.capture.operations import (
     METADATA,
     SIZES,
     UntraceableError,
     is_torchs,
     name_of_function,
+    node_parts,
     require_recordable,
-    spell,
 )
 from lightning_rotor.capture.python_functions import FUNCTIONS, body_of, is_attention
 from lightning_rotor.capture.recorded_checks import appearance_of
@@ -52,8 +52,8 @@ from lightning_rotor.capture.writer import GraphWriter, erase
 from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.functional_collectives import NOT_ARRIVED, arrived, is_functional, is_on_its_way
-from lightning_rotor.private.sharding import units_in
+from lightning_rotor.private.functional_collectives import NOT_ARRIVED, arrived, is_functional, is_on_its_way, wait_for
+from lightning_rotor.private.sharding import is_spread, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
@@ -348,7 +348,7 @@ class Recorder(TorchFunctionMode):
     @staticmethod
     def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operation:
         """The operation of a call that the mode saw."""
-        kind, target, positional = spell(function, args)
+        kind, target, positional = node_parts(function, args)
         is_known = is_torchs(function)
         origin = ""
         if not is_known:
@@ -425,8 +425,9 @@ class Recorder(TorchFunctionMode):
                     # torch.set_grad_enabled and the like.
                     return result
                 encoded = self._encoded(operation)
-            # A message between processes that has not arrived yet must be waited for where the code waits.
-            if any(map(is_on_its_way, tensors_in(result))):
+            on_its_way = any(map(is_on_its_way, tensors_in(result)))
+            # A module under tensor parallelism returns one such tensor, and nothing else.
+            if on_its_way and not (operation.is_module and isinstance(result, torch.Tensor)):
                 raise UntraceableError(NOT_ARRIVED)
             node = self._writer.node(operation.kind, operation.target, *encoded)
             node.meta[OWN] = not operation.is_torchs
@@ -439,7 +440,20 @@ class Recorder(TorchFunctionMode):
                 if operation.target is private.pack_sequences:
                     self._writer.note_packed(result[1], operation.args[1])
             self._writer.values.settle_saved(node, [*read, *tensors_in(result)])
+            self._note_spread(result)
+        # Values between operations have memory that can be counted, so the message is waited for at once. The code
+        # would wait for it when it uses the tensor, mostly in its next operation.
+        if not on_its_way:
             return result
+        waits = _Operation("call_function", wait_for, (result,), {}, partial(wait_for, result), "", is_torchs=True)
+        return self._operate(waits)
+
+    def _note_spread(self, result: Any) -> None:
+        """Mark the nodes of results that are spread over processes."""
+        for tensor in filter(is_spread, tensors_in(result)):
+            node = self._writer.values.node_of(tensor)
+            if node is not None:
+                node.meta[SPREAD] = True
 
     def _encoded(self, operation: _Operation) -> Any:
         """Arguments of the node for an operation, under the settings of this moment."""

@@ -22,7 +22,7 @@ _SPELLED = (bool, int, type(None))
 
 
 class Source:
-    """Spells operations as Python, and binds what cannot be spelled to names."""
+    """Writes operations as Python; what has no literal is a constant with a name."""
 
     def __init__(self) -> None:
         self.bound: dict[str, Any] = {}
@@ -37,31 +37,31 @@ class Source:
         """The call of an operation by the name of its function; of a tensor's method by its own."""
         args = node.args
         if node.op == "call_method":
-            called = f"getattr({self.spell(args[0])}, {self.bind(node.target)})"
+            called = f"getattr({self.argument(args[0])}, {self.constant(node.target)})"
             args = args[1:]
-        words = [*map(self.spell, args)]
+        words = [*map(self.argument, args)]
         if node.kwargs:
-            words.append(f"**{self.spell(node.kwargs)}")
+            words.append(f"**{self.argument(node.kwargs)}")
         return f"{called}({', '.join(words)})"
 
-    def spell(self, value: Any) -> str:
-        """An argument: containers are made anew at each call, as they would be by the user's code."""
+    def argument(self, value: Any) -> str:
+        """Expression of an argument. Containers are made anew at each call, as they would be by the user's code."""
         if isinstance(value, fx.Node):
             return self._names[value]
         if isinstance(value, tuple) and not isinstance(value, Size):
-            entries = "".join(f"{self.spell(entry)}, " for entry in value)
+            entries = "".join(f"{self.argument(entry)}, " for entry in value)
             return f"({entries})"
         if isinstance(value, list):
-            return f"[{', '.join(map(self.spell, value))}]"
+            return f"[{', '.join(map(self.argument, value))}]"
         if isinstance(value, dict):
-            pairs = [f"{self.spell(key)}: {self.spell(entry)}" for key, entry in value.items()]
+            pairs = [f"{self.argument(key)}: {self.argument(entry)}" for key, entry in value.items()]
             return f"{{{', '.join(pairs)}}}"
         if isinstance(value, slice):
-            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
-        return repr(value) if type(value) in _SPELLED else self.bind(value)
+            return f"slice({self.argument(value.start)}, {self.argument(value.stop)}, {self.argument(value.step)})"
+        return repr(value) if type(value) in _SPELLED else self.constant(value)
 
-    def bind(self, value: Any) -> str:
-        """A name for a value."""
+    def constant(self, value: Any) -> str:
+        """Name of a constant that holds a value when the source runs."""
         # One name for each use, so that the source is the same whether two uses are of one value or of two.
         name = f"c{len(self.bound)}"
         self.bound[name] = value

@@ -110,6 +110,7 @@ class _Writer:
         end = self.graph.output(tuple(self.made[each] if isinstance(each, fx.Node) else each for each in results))
         end.meta.update(output.meta)
         self.graph.eliminate_dead_code()
+        # The backward is called with the template's inputs, and no others can be given to it.
         for node in self.unneeded:
             if node.users:
                 raise RuntimeError(f"{node} is no input of the backward")

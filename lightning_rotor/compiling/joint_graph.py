@@ -75,7 +75,7 @@ class Stages:
         return readers
 
 
-def stages_of(joint: fx.GraphModule, parts: JointParts) -> Stages:
+def stages_of_joint_graph(joint: fx.GraphModule, parts: JointParts) -> Stages:
     """Cut the forward of a joint graph into stages."""
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
     free: set[fx.Node] = set()

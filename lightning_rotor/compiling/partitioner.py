@@ -10,7 +10,7 @@ from torch import fx
 
 from lightning_rotor.compiling.backward_writer import graphs_for, torch_pair
 from lightning_rotor.compiling.graph_chain import chain_of
-from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of
+from lightning_rotor.compiling.joint_graph import reads_of_sizes, stages_of_joint_graph
 from lightning_rotor.compiling.kernel_workspaces import Workspaces
 from lightning_rotor.compiling.peak_count import CountedPeak, count_peak
 from lightning_rotor.compiling.stage_options import options_of
@@ -88,7 +88,7 @@ def partition(
         BudgetError: No schedule keeps the budget; says the least that one keeps.
     """
     parts = parts_of(joint, outputs, static_inputs)
-    stages = stages_of(joint, parts)
+    stages = stages_of_joint_graph(joint, parts)
     _refuse_effects(joint, parts.changed_inputs)
     if reads_of_sizes(stages):
         raise ModelError(
@@ -125,6 +125,7 @@ def partition(
     least: Split | None = None
     with outside_of_fakes():
         # From the largest budget to the least: the first one that keeps the budget is the fastest.
+        # Without those that recompute nothing: that was tried above.
         points = [point for point in reversed(list(frontier(chain))) if point.overhead > 0]
     step = max(1, len(points) // _MOST_POINTS)
     for point in points[::step]:
@@ -168,6 +169,7 @@ def _refuse_effects(joint: fx.GraphModule, changed: frozenset[fx.Node]) -> None:
             continue
         if target.namespace in ("_c10d_functional", "c10d"):
             what = "exchanges messages with other processes"
+        # Inputs that change, such as running statistics, are written to once, when the forward is over.
         elif is_mutable(target) and node.args[0] not in changed:
             what = f"changes a tensor in place ({target})"
         else:
@@ -194,6 +196,7 @@ class Partitioner:
     @property
     def key(self) -> str:
         """Equal for partitioners that split equal graphs alike."""
+        # Inductor's cache finds compiled code by it, in later processes too.
         return f"lightning-rotor {_EDITION} {self._budget_bytes} {self._saving} {self._fused}"
 
     def __call__(

@@ -104,6 +104,7 @@ def _walk(
                 level -= alive.pop(overwritten, 0)
             alive[node] = node_bytes(node)
             level += alive[node]
+        # A workspace is there only while its kernel runs.
         peak = max(peak, level + workspaces.of(node))
         # Behind the node: it reads them while its own result is there.
         for each in dying.get(place, ()):

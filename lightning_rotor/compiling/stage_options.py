@@ -16,6 +16,7 @@ from lightning_rotor.compiling.joint_graph import Stages
 from lightning_rotor.private.partitioning import chosen_by_torch, is_of_sizes
 
 _log = logging.getLogger(__name__)
+# Few, since each is a minimum cut of the whole graph, while a user waits for the compiler.
 BUDGETS = (1.0, 0.6, 0.3)
 """Activation memory budgets under which torch is asked; the first one is what it does by default."""
 

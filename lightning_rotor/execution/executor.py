@@ -206,7 +206,7 @@ class Executor:
         return partial(
             recomputed,
             run,
-            spell_input=partial(_name_of_leaf, input_names),
+            name_of_input=partial(_name_of_leaf, input_names),
             name=f"the segment from {first.name!r} to {last.name!r}",
             draws_random=any(self._chain.stages[number].draws_random for number in numbers),
             state=state,

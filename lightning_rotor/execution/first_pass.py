@@ -70,7 +70,7 @@ class FirstPass:
         # Rule 9.
         self._layers = LayerSettings(state.layers)
         # Rule 2.
-        self.read = TensorsRead(slots_read(state), state.spell)
+        self.read = TensorsRead(slots_read(state), state.name_of_tensor)
         try:
             yield
         finally:

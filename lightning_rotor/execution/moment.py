@@ -67,7 +67,7 @@ class Moment:
             else:
                 changed.append(row)
         state = first_pass.state
-        first_pass.read = TensorsRead([*slots_read(state), *unchanged], state.spell)
+        first_pass.read = TensorsRead([*slots_read(state), *unchanged], state.name_of_tensor)
         first_pass.values = changed
 
     @contextmanager

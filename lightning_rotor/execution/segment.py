@@ -34,7 +34,7 @@ def recomputed(
     draws_random: bool = True,
     state: SegmentState = NO_STATE,
     known_draws: set[str] | None = None,
-    spell_input: Callable[[int, TreeSpec], str] = "input {}".format,
+    name_of_input: Callable[[int, TreeSpec], str] = "input {}".format,
     stopwatch: Stopwatch | None = None,
 ) -> Any:
     """Run a function without keeping what its backward needs; the backward runs it again.
@@ -42,7 +42,7 @@ def recomputed(
     The function must give the same bits every time. Tensors in its inputs are held until the backward has recomputed
     it, if that frees the graph. Setting the generators back takes 5 kB on the host. ``state`` is what else it reads and
     changes, or might change some day; ``known_draws`` are the generators that it is known to draw from, and grow;
-    ``stopwatch`` times the second run; ``spell_input`` names a leaf of the inputs.
+    ``stopwatch`` times the second run; ``name_of_input`` names a leaf of the inputs.
 
     Raises:
         ExecutionError: It changes an input, or unexpectedly a parameter or buffer, which would silently spoil the
@@ -56,7 +56,7 @@ def recomputed(
         if stopwatch is not None:
             # With the laps of this call: the stopwatch has those of the next one when this one's backward comes.
             timing = partial(stopwatch.timing, stopwatch.laps)
-        held = _Inputs(name, leaves, spec, before, spell_input)
+        held = _Inputs(name, leaves, spec, before, name_of_input)
         device = _device_of(tensors) if draws_random else None
         first_pass = FirstPass(state, device, known_draws)
         again = partial(_run_again, function, held, first_pass, timing)
@@ -100,7 +100,7 @@ class _Inputs:
 
     Its backwards, the most expensive moments, go without them, unless the graph is kept. An inner segment gets them
     from the recomputation around it, which does the same; where somebody's hooks save tensors elsewhere, they do so.
-    ``stamps`` are those of the tensors among the leaves, ``spell`` names a leaf.
+    ``stamps`` are those of the tensors among the leaves, ``name_of_leaf`` gives the name of a leaf.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class _Inputs:
         leaves: list[Any],
         spec: TreeSpec,
         stamps: list[int],
-        spell: Callable[[int, TreeSpec], str],
+        name_of_leaf: Callable[[int, TreeSpec], str],
     ) -> None:
         self._name = name
         self._spec = spec
         self._stamps = stamps
-        self._spell = spell
+        self._name_of_leaf = name_of_leaf
         self._hooks = private.hooks_for_saved_tensors()
         # Hooks bring back what they like. A recomputation makes it anew, in other memory, by the same operations.
         self._anew = is_checkpointing() or is_recomputing()
@@ -169,7 +169,7 @@ class _Inputs:
         number = first_changed(before, tensors, or_copies=may_be_copies)
         if number is not None:
             raise changed_meanwhile(
-                self._spell(self._tensors[number], self._spec),
+                self._name_of_leaf(self._tensors[number], self._spec),
                 "Overwrite it behind that, give the module a copy of its own (x.clone())",
             )
         return tree_unflatten(leaves, self._spec)

@@ -92,8 +92,8 @@ class SegmentState:
         both["root"] = other.root if self.root is None else self.root
         return SegmentState(**both)
 
-    def spell(self, table: dict[str, Any], name: str) -> str:
-        """The name of a tensor in messages."""
+    def name_of_tensor(self, table: dict[str, Any], name: str) -> str:
+        """Name of a tensor in messages, such as ``parameter 'blocks.0.weight'``."""
         kind, owner = self._owner_of(table)
         named_modules: Iterable[tuple[str, nn.Module]] = ()
         prefix = ""

@@ -51,11 +51,11 @@ def first_changed(before: Sequence[int], tensors: Sequence[torch.Tensor], *, or_
 
 
 class TensorsRead:
-    """Parameters and buffers that a forward reads. A slot may hold None; ``spell`` names it in messages."""
+    """Parameters and buffers that a forward reads. A slot may hold None; ``name_of`` gives its name in messages."""
 
-    def __init__(self, slots: Iterable[Slot], spell: Callable[[dict[str, Any], str], str]) -> None:
+    def __init__(self, slots: Iterable[Slot], name_of: Callable[[dict[str, Any], str], str]) -> None:
         self.slots = list(slots)
-        self._spell = spell
+        self._name_of = name_of
         self._read: list[Slot] = []
         self._tensors: list[torch.Tensor] = []
         for slot in self.slots:
@@ -83,7 +83,7 @@ class TensorsRead:
         if number is not None:
             table, name, _ = self._read[number]
             raise changed_meanwhile(
-                self._spell(table, name),
+                self._name_of(table, name),
                 "Step optimizers, average weights and update buffers behind it",
             )
 
@@ -117,7 +117,7 @@ class TensorsRead:
 
     def _changed_inside(self, table: dict[str, Any], name: str) -> ExecutionError:
         return ExecutionError(
-            f"the {self._spell(table, name)} changed in a segment that is to be recomputed, but did not while it was "
+            f"the {self._name_of(table, name)} changed in a segment that is to be recomputed, but did not while it was "
             "measured, so its earlier value is gone: expected a forward that leaves parameters and large "
             "buffers alone, or updates them every time. Measure again with the module in its present state"
         )

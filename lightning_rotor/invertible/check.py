@@ -112,6 +112,7 @@ class _Trial:
         output, shares = self._forward(self.moment.first())
         _require_finite(tree_leaves(output), name=self.name, what="output")
         again, _ = self._forward(self.moment.again())
+        # Both are finite, so that no NaN is unequal to itself here.
         if not all(map(torch.equal, tree_leaves(output), tree_leaves(again))):
             raise InverseError(
                 f"{self.name!r} gives another output when it runs again from the same input, buffers and random "
@@ -119,6 +120,7 @@ class _Trial:
                 "generators, and keep no state outside of buffers",
                 stage=self.name,
             )
+        # As large as an activation, and training that plans for a limit has no room for two of them.
         del again
         error, tolerance = self._compare_inverse(output, rtol, atol)
         fused_error = None
@@ -204,6 +206,7 @@ class _Trial:
         left = [*for_inputs, *for_parameters]
         pairs = []
         for mine, autograds in zip(left, right, strict=True):
+            # The forward does not read that parameter. A fused backward may well give zeros for it.
             if autograds is not None:
                 pairs.append((mine, autograds))
         # Where the gradient is zero but for rounding (a bias before a normalization), two computations share no digit.
@@ -258,6 +261,7 @@ def try_inverse(module: nn.Module, value: Any, *, name: str) -> tuple[str, str]:
     if any(map(is_fake, tensors_in(value))):
         return "it is only estimated, and whether its inverse is right shows with values", ""
     precision = precision_of(tensors_in(value))
+    # A tenth of what the guard allows in float32, since weights change after this trial and errors may grow.
     rtol = 1e-4
     if precision in LOW_PRECISION:
         # Half the digits are half the inverse's digits, too, so what the guard allows there is allowed here.

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rotor.errors import InverseError, ModelError
 from lightning_rotor.execution.inversion import Way, can_be_fused, run_inverted
@@ -26,14 +26,28 @@ from lightning_rotor.stages.known_layers import DRAWING, has_own_call
 from lightning_rotor.stages.sequential import Stage
 
 
+class _Step(NamedTuple):
+    """One network of a coupling, in one call.
+
+    Attributes:
+        half: Which half it changes: 0 or 1.
+        network: The network.
+        run: The network as this call runs it, with random numbers of its own.
+    """
+
+    half: int
+    network: nn.Module
+    run: Callable[[Tensor], Tensor]
+
+
 class _Coupling(nn.Module):
     """Two halves along a dimension. Each network changes one of them, by what it makes of the other one."""
 
     draws_by_parts = True
     """Random numbers are those of its parts alone."""
     # A half, changed by what a network made of the other one, and as it was before.
-    _changed: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    _restored: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    _changed: Callable[[Tensor, Tensor], Tensor]
+    _restored: Callable[[Tensor, Tensor], Tensor]
 
     def __init__(self, dim: int, **networks: nn.Module) -> None:
         super().__init__()
@@ -41,22 +55,23 @@ class _Coupling(nn.Module):
         for name, network in networks.items():
             self.add_module(name, network)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The output, of the shape and dtype of the input."""
         halves = self._halves(x)
         for mine, _, run in self._steps(x.device):
             # No name for what the network made: it would live on while the next one runs.
             halves[mine] = self._changed(halves[mine], run(halves[1 - mine]))
+        # A copy of both, also where one passed unchanged: a view of the input would keep all of it alive.
         return torch.cat(halves, self.dim)
 
-    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+    def inverse(self, output: Tensor) -> Tensor:
         """The input that made an output."""
         halves = self._halves(output)
         for mine, _, run in reversed(self._steps(output.device)):
             halves[mine] = self._restored(halves[mine], run(halves[1 - mine]))
         return torch.cat(halves, self.dim)
 
-    def reversible_backward(self, output: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reversible_backward(self, output: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """The input that made an output, and the gradient for it; parameters accumulate theirs."""
         steps = self._steps(output.device)
         halves, gradients = self._halves(output), self._halves(gradient)
@@ -69,7 +84,8 @@ class _Coupling(nn.Module):
                 made = run(leaf)
             halves[mine] = self._restored(halves[mine], made.detach())
             pair = halves[mine], made.detach()
-            # The first of its results is the half as it was changed, which nobody needs and a name would keep.
+            # By autograd, through the change alone, so that no subclass needs a formula of its own. The first of its
+            # results is the half as it was changed, which nobody needs and a name would keep.
             gradients[mine], for_made = torch.autograd.functional.vjp(self._changed, pair, gradients[mine])[1]
             roots = roots_of([made], [for_made])
             del made, pair, for_made
@@ -77,7 +93,7 @@ class _Coupling(nn.Module):
             del roots, leaf
         return torch.cat(halves, self.dim), torch.cat(gradients, self.dim)
 
-    def _halves(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _halves(self, tensor: Tensor) -> list[Tensor]:
         shape = tuple(tensor.shape)
         has_dimension = -tensor.ndim <= self.dim < tensor.ndim
         if not has_dimension or shape[self.dim] % 2 or not shape[self.dim]:
@@ -88,8 +104,8 @@ class _Coupling(nn.Module):
             )
         return list(tensor.chunk(2, self.dim))
 
-    def _steps(self, device: torch.device) -> list[tuple[int, nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Which half each network changes, the network, and it as one call runs it; the last one changes the second.
+    def _steps(self, device: torch.device) -> list[_Step]:
+        """The networks in the order of a forward. The last one changes the second half.
 
         Random numbers must not depend on which network runs first. If one may draw, each has generators of its own,
         seeded by one number from torch's host generator.
@@ -97,20 +113,23 @@ class _Coupling(nn.Module):
         networks = list(self.children())
         seed: int | None = None
         if any(_may_draw(module) for network in networks for module in network.modules()):
+            # An inverse draws the same seed again, as it runs with the generators set back to where the forward began.
+            # On the host, since reading a number of a GPU would wait for it; and small enough to count on from.
             # A mode that watches the forward, of a recording for one, must not see this draw as the user's.
             with no_dispatch():
                 seed = int(torch.randint(2**62, (), device="cpu"))
 
-        def run(network: nn.Module, number: int, half: torch.Tensor) -> torch.Tensor:
+        def run(network: nn.Module, number: int, half: Tensor) -> Tensor:
             with nullcontext() if seed is None else seeded(seed + number, device):
-                made: torch.Tensor = network(half)
+                made: Tensor = network(half)
                 # Under autocast it may be coarser, and the output must have the input's type.
                 return made.to(half.dtype)
 
+        # With a single network the first half passes unchanged.
         first = 2 - len(networks)
-        steps: list[tuple[int, nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = []
+        steps = []
         for number, network in enumerate(networks):
-            steps.append((first + number, network, partial(run, network, number)))
+            steps.append(_Step(first + number, network, partial(run, network, number)))
         return steps
 
 
@@ -126,12 +145,13 @@ def _may_draw(module: nn.Module) -> bool:
         # RReLU draws slopes, and has no probability.
         return bool(probability) or isinstance(module, nn.RReLU)
     if has_forward_hooks(module):
+        # Hooks are anybody's code, around any module.
         return True
     is_torchs = type(module).__module__.startswith("torch.")
     return not (is_torchs or attribute_of(module, "draws_by_parts", False))
 
 
-def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def _backward_through(network: nn.Module, roots: Roots, leaf: Tensor, gradient: Tensor) -> Tensor:
     """Run the backward of a network: parameters accumulate their gradients; returns the leaf's and ``gradient``."""
     parameters = list(network.parameters())
     # As a backward outside of the forward's context: autocast belongs to forwards.
@@ -146,7 +166,7 @@ def _backward_through(network: nn.Module, roots: Roots, leaf: torch.Tensor, grad
     return gradient + for_leaf
 
 
-def accumulate(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+def accumulate(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Add gradients to those that tensors have, as a backward does."""
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if gradient is None:
@@ -184,10 +204,10 @@ class AdditiveCoupling(_Coupling):
     def __init__(self, f: nn.Module, g: nn.Module, dim: int = 1) -> None:
         super().__init__(dim, f=f, g=g)
 
-    def _changed(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _changed(self, half: Tensor, made: Tensor) -> Tensor:
         return half + made
 
-    def _restored(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _restored(self, half: Tensor, made: Tensor) -> Tensor:
         return half - made
 
 
@@ -219,15 +239,15 @@ class AffineCoupling(_Coupling):
             )
         self.clamp = float(clamp)
 
-    def _changed(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _changed(self, half: Tensor, made: Tensor) -> Tensor:
         log_scale, shift = self._log_scale_and_shift(made)
         return half * log_scale.exp() + shift
 
-    def _restored(self, half: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+    def _restored(self, half: Tensor, made: Tensor) -> Tensor:
         log_scale, shift = self._log_scale_and_shift(made)
         return (half - shift) * (-log_scale).exp()
 
-    def _log_scale_and_shift(self, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_scale_and_shift(self, made: Tensor) -> tuple[Tensor, Tensor]:
         raw, shift = made.chunk(2, self.dim)
         return self.clamp * (raw / self.clamp).tanh(), shift
 
@@ -235,8 +255,8 @@ class AffineCoupling(_Coupling):
 class InvertibleConvolution(nn.Module):
     """Mixes channels by a matrix ``P L U``: a fixed permutation, a unit lower triangle and an invertible upper one."""
 
-    permutation: torch.Tensor
-    signs: torch.Tensor
+    permutation: Tensor
+    signs: Tensor
 
     def __init__(self, channels: int, *, clamp: float = 4.0) -> None:
         super().__init__()
@@ -251,8 +271,11 @@ class InvertibleConvolution(nn.Module):
         self.lower = nn.Parameter(lower.tril(-1))
         self.upper = nn.Parameter(upper.triu(1))
         # Where the clamp lets it through, the matrix begins as the rotation itself.
+        # Not up to 1, whose atanh is infinite.
         bounded = (diagonal.abs().log() / clamp).clamp(-0.999, 0.999)
         self.raw_logarithms = nn.Parameter(clamp * bounded.atanh())
+        # Neither can be learned by small steps: a permutation is discrete, and a diagonal that passes zero on its way
+        # to another sign has no inverse there.
         self.register_buffer("permutation", permutation.argmax(dim=1))
         self.register_buffer("signs", diagonal.sign())
 
@@ -260,7 +283,7 @@ class InvertibleConvolution(nn.Module):
         """The settings, for ``repr``."""
         return f"channels={self.channels}, clamp={self.clamp}"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """The output, of the shape and dtype of the input."""
         # Autocast would multiply in half precision, and the inverse would be off by its rounding.
         with torch.autocast(x.device.type, enabled=False):
@@ -271,16 +294,17 @@ class InvertibleConvolution(nn.Module):
             mixed = torch.bmm(matrix.expand(len(columns), -1, -1), columns)
             return mixed.reshape(x.shape).to(x.dtype)
 
-    def inverse(self, output: torch.Tensor) -> torch.Tensor:
+    def inverse(self, output: Tensor) -> Tensor:
         """The input that made an output; two triangular systems are solved."""
         with torch.autocast(output.device.type, enabled=False):
             lower, upper = self._triangles()
+            # Sorting a permutation's numbers gives the permutation that undoes it.
             columns = self._columns(output)[:, self.permutation.argsort()]
             halfway = torch.linalg.solve_triangular(lower, columns, upper=False, unitriangular=True)
-            solved: torch.Tensor = torch.linalg.solve_triangular(upper, halfway, upper=True)
+            solved: Tensor = torch.linalg.solve_triangular(upper, halfway, upper=True)
             return solved.reshape(output.shape).to(output.dtype)
 
-    def _triangles(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _triangles(self) -> tuple[Tensor, Tensor]:
         parts = self.lower, self.upper, self.raw_logarithms, self.signs
         lower, upper, raw_logarithms, signs = (part.to(self._dtype) for part in parts)
         identity = torch.eye(self.channels, dtype=lower.dtype, device=lower.device)
@@ -291,10 +315,10 @@ class InvertibleConvolution(nn.Module):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """The dtype in which systems are solved, float32 at least."""
+        """The dtype in which systems are solved, float32 at least: torch has no solver for half precision."""
         return torch.promote_types(self.lower.dtype, torch.float32)
 
-    def _columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _columns(self, tensor: Tensor) -> Tensor:
         """The tensor as ``(batch, channels, places)``."""
         if tensor.ndim < 2 or tensor.shape[1] != self.channels:
             raise InverseError(
@@ -361,6 +385,7 @@ def reverse(module: nn.Module) -> nn.Module:
     """
     if isinstance(module, Reversed):
         return module.module
+    # Member by member, so that the reversed row is taken apart into its members as well.
     if type(module) is InvertibleSequential and not has_own_call(module):
         reversed_members = reversed(list(module._modules.values()))
         return InvertibleSequential(*map(reverse, reversed_members))
@@ -444,6 +469,7 @@ def invertible_checkpoint(
             f"num_outputs is {num_outputs}, and the module returned {made} output{'s' * (made > 1)}: expected a tuple "
             "of at least as many tensors"
         )
+    # As it is, and no tuple of one: calls in a row then hand it on as a single argument.
     if num_outputs == 1:
         return output[0]
     return output[:num_outputs]
@@ -478,6 +504,7 @@ def _inverted(stage: Stage, x: Any) -> Any:
 
 
 def _checkpointed(stage: Stage, x: Any) -> Any:
+    # No backward comes, so nothing is to be remembered for it.
     if not torch.is_grad_enabled():
         return run_stage(stage, x)
     state = Way(stage, fused=False).state()

@@ -60,6 +60,7 @@ class Budget:
             plan that takes least runs, until a plan for all calls follows.
         foresight: Peak of the process in steps under a plan for this chain, as a measured step foretells it; None if
             none was measured.
+        is_new_size: The foresight is that of a step of another size, as none of this size was measured.
         link: Over which a plan may move what stages hold; None if it moves nothing.
     """
 
@@ -71,6 +72,7 @@ class Budget:
     guessed_bytes: int = 0
     is_provisional: bool = False
     foresight: Foresight | None = None
+    is_new_size: bool = False
     error: type[BudgetError] = BudgetError
     link: Link | None = None
 
@@ -113,11 +115,22 @@ class Budget:
             if excess_bytes <= 0:
                 break
             try:
+                # From its own peak, and not from its budget, which it may be far below: then the same plan came again.
                 chosen = self._plan(chosen.chain, chosen.peak_bytes - excess_bytes, slots)
-            except BudgetError:
-                # A measured step says whether the limit can be kept.
+            except BudgetError as error:
+                # A measured step says whether the limit can be kept. The first one of a size keeps it more likely under
+                # the plan that takes least; later ones are planned by what it has shown.
+                if self.is_new_size:
+                    chosen = self._plan(chosen.chain, error.minimum_bytes, slots)
                 break
         return chosen
+
+    def foresees_excess(self, plan: Plan) -> bool:
+        """True if a step is foreseen to exceed the limit under a plan that fits."""
+        # What lies around a call is small beside half of the budget, and looking takes a simulation.
+        if self.foresight is None or 2 * plan.peak_bytes <= self.available_bytes:
+            return False
+        return self.foresight(plan) > self.limit_bytes
 
     def least_plan(self, chain: Chain, error: BudgetError, *, slots: int) -> Plan:
         """The plan that takes least, after :meth:`plan` has said that none fits."""
@@ -151,6 +164,7 @@ class Budget:
 
     def fits(self, plan: Plan) -> bool:
         """True if a plan was made for exactly this budget. One for less would have room, and is not meant."""
+        # As _plan hands it over, where nothing is left.
         is_of_this_size = plan.budget_bytes == max(self.available_bytes, 1)
         return is_of_this_size and plan.conditions == self.conditions
 

@@ -84,6 +84,7 @@ def _machine() -> DeviceMemory:
         raise ProfilingError(
             "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
         ) from error
+    # Its "available" counts pages that can be reclaimed, as MemAvailable does; its "free" does not.
     memory = psutil.virtual_memory()
     return DeviceMemory(int(memory.total), int(memory.available))
 
@@ -125,9 +126,13 @@ def _control_groups() -> Iterator[DeviceMemory]:
             continue
         files = _VERSION_1 if controllers else _VERSION_2
         top = _ROOT / "sys/fs/cgroup" / files.folder
+        # A process outside of its cgroup namespace is shown as "/../..": above the root there is the root.
+        relative = os.path.normpath(path).lstrip("/")
         # A container that mounts only its own group may name it as the host does: then only the mount is there.
-        own = top / os.path.normpath(path).lstrip("/")
-        for folder in (own, *own.parents[: len(own.parts) - len(top.parts)]):
+        own = top / relative
+        depth = len(own.parts) - len(top.parts)
+        # A limit of any group above holds for all that are in it.
+        for folder in (own, *own.parents[:depth]):
             memory = _group_memory(folder, files)
             if memory is not None:
                 yield memory
@@ -176,6 +181,7 @@ def usable_bytes(device: torch.device | str) -> int:
     # CUDA's caching allocator may reserve more than it gives out: room in segments in use, two segments filled in part,
     # and a twentieth for holes that no block fits.
     kind.empty_cache()
+    # With what is left unused in segments that hold a block, which a new block seldom fits.
     free_bytes = device_memory(device).free_bytes
     in_segments = kind.reserved_bytes(device) - kind.allocated_bytes(device)
     return max(0, free_bytes - in_segments - 2 * _SEGMENT_BYTES - free_bytes // 20)
@@ -199,6 +205,7 @@ def resolve_limit(limit: MemoryLimit | None, device: torch.device | str) -> int:
         # A limit in bytes needs nothing from the device.
         return size_bytes
     if size_bytes > available_bytes:
+        # No error: a plan for a larger machine can be made, and looked at, on a smaller one.
         warnings.warn(
             f"the memory limit of {format_bytes(size_bytes)} is more than the {format_bytes(available_bytes)} that "
             f"{device} has for this process: training can run out of memory inside the limit. Lower it, or leave it "

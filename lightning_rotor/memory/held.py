@@ -8,9 +8,11 @@ CPU they are exact to the byte. On a GPU each storage is rounded up to the alloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError
@@ -18,20 +20,23 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import plain_parts, tensors_in
 from lightning_rotor.units import in_blocks
 
+AnyDevice: TypeAlias = torch.device | str | None
+"""A device, all of its kind if it has no number, or None for all there are."""
 
-def parameter_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
+
+def parameter_bytes(module: nn.Module, device: AnyDevice = None) -> int:
     """Bytes of a module's parameters, tied ones counted once."""
     return storage_bytes(_initialized(module.named_parameters()), device)
 
 
-def buffer_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
+def buffer_bytes(module: nn.Module, device: AnyDevice = None) -> int:
     """Bytes of a module's buffers, persistent or not, except those that share memory with a parameter."""
     buffers = _initialized(module.named_buffers())
     parameters = _initialized(module.named_parameters())
     return _bytes_beside(buffers, parameters, device)
 
 
-def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
+def gradient_bytes(module: nn.Module, device: AnyDevice = None) -> int:
     """Bytes of a module's gradients once a backward has reached all its parameters; sparse ones may need less."""
     new_bytes = 0
     for parameter in _initialized(module.named_parameters()):
@@ -41,12 +46,12 @@ def gradient_bytes(module: nn.Module, device: torch.device | str | None = None) 
     return existing_gradient_bytes(module, device) + new_bytes
 
 
-def existing_gradient_bytes(module: nn.Module, device: torch.device | str | None = None) -> int:
+def existing_gradient_bytes(module: nn.Module, device: AnyDevice = None) -> int:
     """Bytes of the gradients that a module holds now."""
     return storage_bytes(_gradients_of(module.parameters()), device)
 
 
-def replaceable(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+def replaceable(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     """Gradients and optimizer state whose memory goes with them, as a step may replace them.
 
     Views are not among them: DDP's gradients may be views of its buckets.
@@ -67,7 +72,7 @@ def _has_storage_alone(part: torch.Tensor) -> bool:
     return part.nbytes == part.untyped_storage().nbytes()
 
 
-def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+def optimizer_state_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int:
     """Bytes that an optimizer holds now, besides parameters and gradients. Adam's step counters may stay on the CPU."""
     parameters: list[torch.Tensor] = []
     for group in optimizer.param_groups:
@@ -78,7 +83,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device
     return _bytes_beside(state, others, device)
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device | str | None = None) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor], device: AnyDevice = None) -> int:
     """Bytes of the unique storages of tensors, those of sparse tensors and wrappers included."""
     return sum(_sizes(tensors, device).values())
 
@@ -88,7 +93,7 @@ def block_bytes(size_bytes: int, device: torch.device) -> int:
     return in_blocks(size_bytes, block_bytes_of(device.type))
 
 
-def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
+def is_on(device: torch.device, wanted: AnyDevice) -> bool:
     """True if ``device`` is the wanted one; a device without a number means any of its kind, None any."""
     if wanted is None:
         return True
@@ -99,7 +104,7 @@ def is_on(device: torch.device, wanted: torch.device | str | None) -> bool:
     return wanted.type == "cpu" or wanted.index in (None, device.index)
 
 
-def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -> dict[int, int]:
+def _sizes(tensors: Iterable[torch.Tensor], device: AnyDevice) -> dict[int, int]:
     """Bytes of unique storages by identity. The address would not do: it is 0 for every tensor on ``meta``."""
     sizes = {}
     for tensor in tensors:
@@ -113,9 +118,7 @@ def _sizes(tensors: Iterable[torch.Tensor], device: torch.device | str | None) -
     return sizes
 
 
-def _bytes_beside(
-    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], device: torch.device | str | None
-) -> int:
+def _bytes_beside(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], device: AnyDevice) -> int:
     """Bytes of the storages under some tensors that are under no others."""
     # On all devices: a storage has one, and asking for it again would only take time.
     counted_elsewhere = _sizes(others, None)

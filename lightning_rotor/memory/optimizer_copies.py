@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.values import tree_map
@@ -20,7 +21,8 @@ from lightning_rotor.profiling.fake_copies import fake_copy
 
 GROWING = ("params", "state", "param_groups")
 """Attributes and keys of an optimizer that grow, and are no settings."""
-# A copy fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it.
+# A copy fires no hooks, and a scheduler's or compiler's replacement of ``step`` on the instance is not for it. A
+# GradScaler leaves the other two on the instance of a fused optimizer for one step; they are real tensors.
 _NOT_COPIED = frozenset((*private.OPTIMIZER_HOOKS, "step", "grad_scale", "found_inf"))
 ASSUMED_NUMBER = 0.5
 """For numbers that a step reads. NAdam divides by 1 minus such a number."""
@@ -29,13 +31,13 @@ _LATE_STEP = 1000.0
 
 
 def fake_copy_of(
-    optimizer: torch.optim.Optimizer, mode: private.FakeTensorMode, stand_ins: Mapping[int, nn.Parameter]
-) -> torch.optim.Optimizer:
+    optimizer: Optimizer, mode: private.FakeTensorMode, stand_ins: Mapping[int, nn.Parameter]
+) -> Optimizer:
     """A copy with fake tensors; ``stand_ins`` are its parameters, by ``id`` of the optimizer's.
 
     It is copied by attribute: constructors may want unknown arguments, ``__getstate__`` drops those of subclasses.
     """
-    clone: torch.optim.Optimizer = object.__new__(type(optimizer))
+    clone: Optimizer = object.__new__(type(optimizer))
     attributes = {}
     for name, value in vars(optimizer).items():
         if name not in _NOT_COPIED:
@@ -89,9 +91,9 @@ def _copy_marks(parameter: torch.Tensor, stand_in: nn.Parameter) -> None:
     vars(stand_in).update({**vars(parameter), **vars(stand_in)})
 
 
-def copy_on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def copy_on_meta(clone: Optimizer) -> Optimizer:
     """A copy of a copy without values, moved to ``meta``, as it is before a late step."""
-    moved: torch.optim.Optimizer = object.__new__(type(clone))
+    moved: Optimizer = object.__new__(type(clone))
     stand_ins = _stand_ins_on_meta(clone)
 
     def on_meta(value: Any) -> Any:
@@ -113,7 +115,7 @@ def copy_on_meta(clone: torch.optim.Optimizer) -> torch.optim.Optimizer:
             # torch decides by the device, which these parameters no longer show.
             copied["foreach"] = _are_all_accelerated(group)
         if "capturable" in copied:
-            # Refused on meta.
+            # Refused on meta. It moves step counters alone, which are a few bytes.
             copied["capturable"] = False
         moved.param_groups.append(copied)
     # An optimizer may ask for a state that is not there, as torch's own do for parameters without gradients.
@@ -130,7 +132,7 @@ def _are_all_accelerated(group: Mapping[str, Any]) -> bool:
     return all(parameter.device.type not in ("cpu", "meta") for parameter in group["params"])
 
 
-def _stand_ins_on_meta(clone: torch.optim.Optimizer) -> dict[int, torch.Tensor]:
+def _stand_ins_on_meta(clone: Optimizer) -> dict[int, torch.Tensor]:
     """Parameters on ``meta`` with gradients, by ``id`` of the copy's parameters."""
     stand_ins: dict[int, torch.Tensor] = {}
     for group in clone.param_groups:
@@ -157,7 +159,7 @@ def _late_step_like(number: Any) -> Any:
     return type(number)(_LATE_STEP)
 
 
-def take_step(clone: torch.optim.Optimizer) -> None:
+def take_step(clone: Optimizer) -> None:
     """Take one step as the class defines it, without the wrapper that fires all optimizers' hooks."""
     step: Any = type(clone).step
     # torch.optim wraps the step of every class, and the wrapper also records a range for profilers.

@@ -16,8 +16,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.optim import Optimizer
 
-from lightning_rotor.memory.held import block_bytes, dense_bytes, is_on, optimizer_state_bytes
+from lightning_rotor.memory.held import AnyDevice, block_bytes, dense_bytes, is_on, optimizer_state_bytes
 from lightning_rotor.memory.optimizer_copies import (
     ASSUMED_NUMBER,
     GROWING,
@@ -34,7 +35,7 @@ from lightning_rotor.profiling.dry_run import run_dry, without_trace
 _log = logging.getLogger(__name__)
 
 
-def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+def predict_optimizer_state_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int:
     """Predict the bytes of an optimizer's state after its next step. The optimizer stays as it is.
 
     Every parameter that requires a gradient is taken to get one. Exact for every optimizer of ``torch.optim`` but
@@ -49,9 +50,7 @@ def predict_optimizer_state_bytes(optimizer: torch.optim.Optimizer, device: torc
     return _dry_steps(optimizer, device).state_bytes
 
 
-def predict_optimizer_temporary_bytes(
-    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
-) -> int | None:
+def predict_optimizer_temporary_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int | None:
     """Predict the most bytes that an optimizer allocates at once in a step, state that exists not included.
 
     The first step, which makes the state, takes no more than this and the state. None if no dry step works.
@@ -64,16 +63,14 @@ def predict_optimizer_temporary_bytes(
     return _dry_steps(optimizer, device).temporary_bytes
 
 
-def predict_closure_bytes(optimizer: torch.optim.Optimizer, device: torch.device | str | None = None) -> int:
+def predict_closure_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int:
     """Predict what an optimizer holds besides its state while its closure trains, which LBFGS calls several times."""
     if not isinstance(optimizer, torch.optim.LBFGS):
         return 0
     return _lbfgs_vectors(optimizer).in_closure * _vector_bytes(optimizer, device)
 
 
-def temporary_bytes_one_by_one(
-    optimizer: torch.optim.Optimizer, device: torch.device | str | None = None
-) -> int | None:
+def temporary_bytes_one_by_one(optimizer: Optimizer, device: AnyDevice = None) -> int | None:
     """Predict the same with ``foreach=False``; None if an optimizer has no such switch, or does not use it."""
     groups = optimizer.param_groups
     has_switch = all("foreach" in group for group in groups)
@@ -95,10 +92,10 @@ class _DrySteps:
 
 
 # Each with what it depends on: dry steps take milliseconds, and many steps ask. A prediction goes with its optimizer.
-_predicted: WeakKeyDictionary[torch.optim.Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
+_predicted: WeakKeyDictionary[Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
 
 
-def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> _DrySteps:
+def _dry_steps(optimizer: Optimizer, device: AnyDevice) -> _DrySteps:
     """The result of dry steps, taken anew only if something has changed that it depends on."""
     if isinstance(optimizer, torch.optim.LBFGS):
         most_bytes = _lbfgs_vectors(optimizer).at_most * _vector_bytes(optimizer, device)
@@ -121,8 +118,8 @@ def _dry_steps(optimizer: torch.optim.Optimizer, device: torch.device | str | No
 def _holds(
     prediction: tuple[Any, _DrySteps],
     facts: list[Any],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device | str | None,
+    optimizer: Optimizer,
+    device: AnyDevice,
 ) -> bool:
     """True if nothing has changed that a prediction depends on, or steps have made the state that it has told."""
     facts_then, dry_steps = prediction
@@ -133,7 +130,7 @@ def _holds(
     return only_state_differs and optimizer_state_bytes(optimizer, device) == dry_steps.state_bytes
 
 
-def _facts(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[Any]:
+def _facts(optimizer: Optimizer, device: AnyDevice) -> list[Any]:
     """All that may change what a step keeps: settings, parameters with their marks, and how much state there is."""
     settings = []
     for group in (vars(optimizer), *optimizer.param_groups):
@@ -160,14 +157,14 @@ def _fact(value: Any) -> Any:
     return id(value)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     parameters: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         parameters += group["params"]
     return parameters
 
 
-def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None) -> list[torch.Tensor]:
+def _trained(optimizer: Optimizer, device: AnyDevice) -> list[torch.Tensor]:
     """Parameters on a device that get a gradient in a backward."""
     parameters = []
     for parameter in _parameters_of(optimizer):
@@ -176,14 +173,12 @@ def _trained(optimizer: torch.optim.Optimizer, device: torch.device | str | None
     return parameters
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+def _is_fused(optimizer: Optimizer) -> bool:
     """True if one kernel steps, which allocates nothing."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _take_dry_steps(
-    optimizer: torch.optim.Optimizer, device: torch.device | str | None, *, foreach: bool | None = None
-) -> _DrySteps:
+def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | None = None) -> _DrySteps:
     """Take two dry steps: the first makes the state, the second shows what later ones allocate."""
     parameters = _parameters_of(optimizer)
     state_bytes: int | None = None
@@ -214,7 +209,7 @@ def _take_dry_steps(
     if state_bytes is None and optimizer.state:
         state_bytes = optimizer_state_bytes(optimizer, device)
     if state_bytes is None:
-        # As much as Adam would keep.
+        # As much as Adam would keep: an unknown optimizer seldom keeps more, and a measured step corrects what is less.
         trained = _trained(optimizer, device)
         state_bytes = 2 * sum(dense_bytes(parameter, parameter.dtype) for parameter in trained)
     return _DrySteps(state_bytes, None)
@@ -229,7 +224,7 @@ def _mode_of(parameters: list[torch.Tensor]) -> AbstractContextManager[private.F
     return private.fake_mode(allow_fallback_kernels=False)
 
 
-def _allocated_in_a_step(clone: torch.optim.Optimizer, device: torch.device | str | None) -> int:
+def _allocated_in_a_step(clone: Optimizer, device: AnyDevice) -> int:
     """The most that a step allocates at once, by a copy without values whose state exists."""
     if device is not None:
         real_device = torch.device(device)
@@ -252,15 +247,20 @@ class _LbfgsVectors:
 
 
 def _lbfgs_vectors(optimizer: torch.optim.LBFGS) -> _LbfgsVectors:
+    # Counted in torch's ``LBFGS.step``, whose state keeps the last direction until the step has ended. Beside it a step
+    # has the gradient, its negative (q) and the new direction: three, while a closure runs again. The check for
+    # progress makes two more, ``d.mul(t).abs()``. A line search also holds the parameters that it began with, and a
+    # gradient of its interval.
     group = optimizer.param_groups[0]
     if group["line_search_fn"] is not None:
-        return _LbfgsVectors(5, 6)
+        return _LbfgsVectors(in_closure=5, at_most=6)
     if group["max_iter"] > 1:
-        return _LbfgsVectors(3, 5)
-    return _LbfgsVectors(0, 3)
+        return _LbfgsVectors(in_closure=3, at_most=5)
+    # The closure runs first, once, when nothing is there yet.
+    return _LbfgsVectors(in_closure=0, at_most=3)
 
 
-def _vector_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
+def _vector_bytes(optimizer: torch.optim.LBFGS, device: AnyDevice) -> int:
     """Bytes of all parameters in one tensor."""
     parameters = _trained(optimizer, device)
     if not parameters:
@@ -269,7 +269,7 @@ def _vector_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | Non
     return block_bytes(size_bytes, parameters[0].device)
 
 
-def _full_history_bytes(optimizer: torch.optim.LBFGS, device: torch.device | str | None) -> int:
+def _full_history_bytes(optimizer: torch.optim.LBFGS, device: AnyDevice) -> int:
     """Bytes of LBFGS's state once its history is full."""
     parameters = _trained(optimizer, device)
     if not parameters:

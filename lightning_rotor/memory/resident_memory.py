@@ -137,6 +137,7 @@ def _temporary_bytes(optimizers: Sequence[Optimizer], device: torch.device, clos
         if temporary_bytes is None:
             return None
         highest_bytes = max(highest_bytes, temporary_bytes)
+    # What closures need counts as optimizer state, all the time, since forwards and backwards run inside of them.
     return highest_bytes - closure_bytes
 
 

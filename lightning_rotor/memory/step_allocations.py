@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from lightning_rotor.memory.held import block_bytes, is_on
 from lightning_rotor.memory.optimizer_copies import ASSUMED_NUMBER
@@ -32,7 +33,7 @@ class StepAllocations(AssumedValues):
         device: The real one of all tensors that are on ``meta``.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         super().__init__(ASSUMED_NUMBER)
         parameters: list[torch.Tensor] = []
         for group in optimizer.param_groups:

@@ -25,10 +25,18 @@ MOST_PATHS = 64
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Bytes around the calls of a path, one entry a call, and those that the calls keep if nothing is recomputed."""
+    """Bytes around the calls of a path.
+
+    Attributes:
+        outside: One entry a call.
+        kept_bytes: That the calls keep if nothing is recomputed.
+        is_exact: The costs of all calls were measured. Beside bounds on costs, which are too high, what lies around the
+            calls seems less than it is.
+    """
 
     outside: list[Outside]
     kept_bytes: int
+    is_exact: bool = True
 
     def at_least(self, other: Around) -> Around:
         """The larger of each of two measurements."""
@@ -41,7 +49,8 @@ class Around:
         # A part of what is around calls does not depend on their sizes. So nothing shrinks.
         if factor <= 1:
             return self
-        return Around([outside.scaled(factor) for outside in self.outside], kept_bytes)
+        outside = [outside_call.scaled(factor) for outside_call in self.outside]
+        return replace(self, outside=outside, kept_bytes=kept_bytes)
 
 
 class AroundCalls:
@@ -61,16 +70,21 @@ class AroundCalls:
         self._measured.pop(path, None)
         self._seen_in_part.discard(path)
 
-    def of(self, path: Path, chains: Sequence[Chain]) -> Around | None:
+    def of(self, path: Path, chains: Sequence[Chain], *, is_exact: bool = False) -> Around | None:
         """Bytes around the calls of a path, as measured or as follows from another path; None before any measurement.
 
         That is the one of most calls in common. What is not measured takes as much as the most around any call.
+
+        Args:
+            path: The calls.
+            chains: Of the calls.
+            is_exact: Their costs were measured, so that what lies around calls with bounds on costs is too little.
         """
         own = self._measured.get(path)
-        if own is not None:
+        if own is not None and (own.is_exact or not is_exact):
             return own
         wanted_bytes = kept_bytes(chains)
-        other = self._most_like(path, wanted_bytes)
+        other = self._most_like(path, wanted_bytes, is_exact=is_exact)
         if other is None:
             return None
         measured = self._measured[other]
@@ -85,14 +99,19 @@ class AroundCalls:
         around = [by_name.get(key.name, most) for key in path]
         # Behind the last call comes the loss, whichever call that is.
         around[-1] = around[-1].at_least(measured.outside[-1])
-        return Around(around, measured.kept_bytes).for_size(wanted_bytes)
+        return replace(measured, outside=around).for_size(wanted_bytes)
 
-    def _most_like(self, path: Path, wanted_bytes: int) -> Path | None:
-        """The measured path with most modules in common, of the nearest size; None if none was measured."""
+    def _most_like(self, path: Path, wanted_bytes: int, *, is_exact: bool) -> Path | None:
+        """The measured path with most modules in common, of the nearest size; None if none was measured.
+
+        ``is_exact``: those whose calls had bounds on costs do not count.
+        """
         names = {key.name for key in path}
         best: Path | None = None
         best_rank = (0, False, 0)
         for other, measured in self._measured.items():
+            if is_exact and not measured.is_exact:
+                continue
             in_common = len(names & {key.name for key in other})
             # Of paths with the same modules, the same order goes before a near size: what is behind a call moves with
             # its place.
@@ -111,7 +130,7 @@ class AroundCalls:
         *,
         exceeds: bool,
     ) -> bool:
-        """Keep what a step has taken around some calls. True if it is the first measurement of their path.
+        """Keep what a step has taken around some calls. True if it is the first measurement of their path that serves.
 
         Args:
             path: Of the calls.
@@ -141,7 +160,7 @@ class AroundCalls:
             self._measured[path] = measured
             for oldest in list(self._measured)[:-MOST_PATHS]:
                 del self._measured[oldest]
-        return before is None
+        return before is None or (measured.is_exact and not before.is_exact)
 
     def learn_excess(self, path: Path, others: Iterable[Path]) -> None:
         """Let other paths of the same calls have as much around them as a step beyond the limit has shown of one."""
@@ -181,8 +200,9 @@ class AroundCalls:
         )
         if outside is None:
             return None
+        is_exact = not any(call.prepared.costs.estimated for call in calls)
         planned_bytes = kept_bytes(call.plan.chain for call in calls)
-        return Around(outside, kept_bytes(chains)).for_size(planned_bytes)
+        return Around(outside, kept_bytes(chains), is_exact).for_size(planned_bytes)
 
 
 def with_link_of(plans: Iterable[Plan], step: Conditions) -> Conditions:

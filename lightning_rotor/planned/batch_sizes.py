@@ -23,6 +23,7 @@ from torch import nn
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError, ModelError, SampleError
+from lightning_rotor.link import Link
 from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.memory.resident_memory import ResidentMemory
 from lightning_rotor.planned.agreement import Agreement
@@ -181,8 +182,12 @@ def advice_from(
     limit_bytes: int,
     batch_sizes: Iterable[int] | None = None,
     slots: int = DEFAULT_SLOTS,
+    link: Link | None = None,
 ) -> BatchSizeAdvice:
-    """Plan each candidate; ``BudgetError`` if none fits. ``resident`` is beside the larger of the measured sizes."""
+    """Plan each candidate; ``BudgetError`` if none fits. ``resident`` is beside the larger of the measured sizes.
+
+    Over a ``link``, plans may move what stages hold.
+    """
     options: list[BatchSizeOption] = []
     powers = (2**power for power in count())
     rising = chain((1,), (size for power in powers for size in (2 * power, 3 * power)))
@@ -191,7 +196,7 @@ def advice_from(
         costs_at = costs.at(batch_size)
         # The batch itself is memory, too: 256 images of 224 x 224 pixels are 147 MiB.
         batch_bytes = -(-resident.batch_bytes * batch_size // costs.sizes[1])
-        budget = replace(resident, batch_bytes=batch_bytes).budget(limit_bytes)
+        budget = replace(replace(resident, batch_bytes=batch_bytes).budget(limit_bytes), link=link)
         # Bytes are rounded up, as a plan that is one byte too small breaks the limit. Those of a stage whose memory
         # falls as the batch grows end at 0.
         try:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from lightning_rotor.capture.compiled import objection_to_planning_inside, taken_apart
+from lightning_rotor.capture.compiled import objection_to_planning_inside, uncompiled_warning
 from lightning_rotor.errors import ModelError
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.target_search import Target
@@ -34,9 +34,9 @@ def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str,
     """
     model = loop.model
     if loop.is_compiled:
-        return taken_apart("the LightningModule")
+        return uncompiled_warning("the LightningModule")
     if has_compiled_method(model, "training_step"):
-        return taken_apart("training_step", what="the modules in it")
+        return uncompiled_warning("training_step", what="the modules in it")
     parts = target.name.split(".") if target.name else []
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])
@@ -47,7 +47,7 @@ def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str,
             objection = "" if call is None else objection_to_planning_inside(settings_told_by(call), module)
             reasons = not_inside or {}
             reason = reasons.get(name) or reasons.get(outer) or objection
-            return taken_apart(repr(name) if name else "the model", reason=reason)
+            return uncompiled_warning(repr(name) if name else "the model", reason=reason)
     return None
 
 

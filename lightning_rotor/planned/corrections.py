@@ -31,12 +31,17 @@ class MeasuredStep:
         overstates: What is foreseen of the step beyond its peak is taken off for other plans, too: bounds of messages
             are beyond it under every plan. A stage whose costs are too high is so while it sets the peak, and another
             plan peaks elsewhere.
+        reserved_bytes: What of the peak was kept free for the rest of the step.
+        is_exact: The chain's costs were measured. Beside bounds on costs, what lies around the call seems less than it
+            is, and would be too little for a chain that was measured.
     """
 
     plan: Plan
     peak_bytes: int
     foresight: Callable[[], Foresight | None]
     overstates: bool = True
+    reserved_bytes: int = 0
+    is_exact: bool = True
 
     def peak_under(self, other: Plan) -> int:
         """Peak of the process in a step like this one under another plan for the chain; 0 if it cannot tell."""
@@ -115,12 +120,39 @@ class Corrections:
         # Under another plan, even for the same chain, the peak is another one's.
         return measured is not None and measured.plan is plan and peak_bytes <= measured.peak_bytes
 
-    def foresight_for(self, chain: Chain) -> Foresight | None:
-        """Peaks of the process in steps under plans for a chain; None if no step of it was measured."""
-        measured = self._measured.get(chain.fingerprint)
-        return None if measured is None else measured.peak_under
+    def has_seen(self, chain: Chain) -> bool:
+        """True if a step of a chain was measured."""
+        return chain.fingerprint in self._measured
 
-    def correct(
+    def foresight_for(self, chain: Chain, reserved_bytes: int = 0) -> Foresight | None:
+        """Peaks of the process in steps under plans for a chain; None if no step of such calls was measured.
+
+        A chain that no step has shown has those of the nearest other size. A plan for a new size uses the whole budget,
+        so that it must know what lies around the call before a step exceeds the limit.
+
+        Args:
+            chain: To plan.
+            reserved_bytes: What is kept free for the rest of its steps.
+        """
+        measured = self._measured.get(chain.fingerprint)
+        if measured is not None:
+            return measured.peak_under
+        nearest = self._nearest_size(chain)
+        if nearest is None:
+            return None
+        # The batch is larger or smaller, too.
+        more_bytes = reserved_bytes - nearest.reserved_bytes
+        return lambda plan: nearest.peak_under(plan) + more_bytes
+
+    def _nearest_size(self, chain: Chain) -> MeasuredStep | None:
+        """The measured step of the nearest other size of a chain; None if there is none that tells of it."""
+        alike = []
+        for step in self._measured.values():
+            if step.is_exact and step.plan.chain.names == chain.names:
+                alike.append(step)
+        return min(alike, key=lambda step: abs(step.plan.chain.kept_bytes - chain.kept_bytes), default=None)
+
+    def correct_plan(
         self, modules: PlannedModules, measured: MeasuredStep, *, limit_bytes: int, available_bytes: int
     ) -> bool:
         """Replace a plan if a step has shown how to do better.

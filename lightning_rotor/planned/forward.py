@@ -29,6 +29,7 @@ from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
 from lightning_rotor.planned.out_of_memory import BeforeForward, CopiedBuffers, is_shortage, shortage_message
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.signature import Signature
+from lightning_rotor.private.functional_collectives import waited_for
 from lightning_rotor.private.torch_names import CompiledCall, is_transformed, outside_of_graphs, shares_weights
 from lightning_rotor.private.values import call_with, check_sample
 from lightning_rotor.profiling import Profile
@@ -82,7 +83,7 @@ class PlannedForward:
         self.compiled = compiled
         self._module, self._source = module, source
         self._buffers = CopiedBuffers()
-        self.caches = KeyValueCaches(module)
+        self.key_value_caches = KeyValueCaches(module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return inactive, ()
@@ -99,7 +100,9 @@ class PlannedForward:
         plainly = partial(run, *args, **kwargs)
         if not self._plans_for(module, args, kwargs):
             return plainly()
-        with self.caches.off():
+        # A recomputation reads the arguments again, and what arrives meanwhile would have changed them.
+        args, kwargs = waited_for(args, kwargs)
+        with self.key_value_caches.off():
             # In the order of what they take: the first asks least, and most steps come no further than the second.
             call = (
                 self._roomy_call(args, kwargs) or self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
@@ -149,7 +152,7 @@ class PlannedForward:
         plans, roomy = self.plans, self.plans.cache.roomy
         if roomy is None or not self._source.plans_by_seconds(plans.name) or shares_weights(self._module):
             return None
-        call = plans.bind_unasked(roomy.signature.cut, args, kwargs)
+        call = plans.signature_and_input_unasked(roomy.signature.cut, args, kwargs)
         if call is None or not roomy.serves(call[0]):
             return None
         return _BoundCall(*call, roomy.prepared, partial(self._is_recorded, roomy.signature, args, kwargs))
@@ -163,10 +166,10 @@ class PlannedForward:
             plans.follow_others(args, kwargs)
         was_cut = plans.cuts_made > 0
         try:
-            signature, value = plans.bind(args, kwargs)
+            signature, value = plans.signature_and_input(args, kwargs)
             if plans.together and not was_together:  # it has exchanged its first message now
                 plans.follow_others(args, kwargs)
-                signature, value = plans.bind(args, kwargs)
+                signature, value = plans.signature_and_input(args, kwargs)
         except (ModelError, SampleError) as error:
             # No chain, or a call without tensors. A module that was cut before is planned, so that this is an error.
             if was_cut:
@@ -244,7 +247,7 @@ class PlannedForward:
     def _is_recorded(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if the recording of a larger call is right for this one, which is recorded if it must be."""
         try:
-            return self.plans.bind(args, kwargs)[0].cut is signature.cut
+            return self.plans.signature_and_input(args, kwargs)[0].cut is signature.cut
         except (ModelError, SampleError):
             return False  # for want of memory, perhaps
 
@@ -269,8 +272,8 @@ class PlannedForward:
         if not self._module.training:
             self._module.train()
         try:
-            with self.caches.off():
-                signature, value = self.plans.bind(args, kwargs)
+            with self.key_value_caches.off():
+                signature, value = self.plans.signature_and_input(args, kwargs)
                 return self.plans.measure(signature, value).profile
         finally:
             for module, mode in modes:

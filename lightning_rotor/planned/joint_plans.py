@@ -119,7 +119,7 @@ class JointPlans:
             entry = plans.cache.use(in_class, turn)
         if not isinstance(entry, Prepared):
             shared = self._lent.serving(plans, in_class, turn, held_bytes)
-            if shared is not None and not self._search_pays(shared.lost_seconds):
+            if shared is not None and not self._charge_search(shared.lost_seconds):
                 return shared.prepared
             return self._planned_now(plans, signature, value, waiting, searches=False)
         if entry.is_chosen or entry.room_bytes is None:
@@ -127,13 +127,13 @@ class JointPlans:
         # In this step, the calls before it hold more than in those that it was planned for.
         if held_bytes > entry.room_bytes:
             return self._planned_now(plans, signature, value, waiting, searches=False)
-        if self._search_pays(entry.lost_seconds):
+        if self._charge_search(entry.lost_seconds):
             return self._planned_now(plans, signature, value, waiting, searches=True)
         return entry
 
-    def _search_pays(self, lost_seconds: float) -> bool:
-        """Add a loss. True if calls have lost more than a search takes."""
-        return lost_seconds > 0 and self._searching.pays(lost_seconds)
+    def _charge_search(self, lost_seconds: float) -> bool:
+        """Add a loss to the account of searches. True if calls have lost more than a search takes, which may follow."""
+        return lost_seconds > 0 and self._searching.charge(lost_seconds)
 
     def _planned_now(
         self,

@@ -37,6 +37,10 @@ class KeptSizes:
         # Whatever is forgotten is measured once more, so the oldest may go.
         sizes[:] = largest[-_MOST_SIZES:]
 
+    def knows(self, signature: Signature, schedule: Schedule) -> bool:
+        """True if some size has kept the limit under the schedule."""
+        return (signature.family, schedule) in self._sizes
+
     def forget(self, signature: Signature, schedule: Schedule) -> None:
         """A step with such a call has exceeded the limit under the schedule: its sizes do not tell what it takes."""
         self._sizes.pop((signature.family, schedule), None)

@@ -128,12 +128,12 @@ class KnownCuts:
             return self.signature(cut, value)
         return None
 
-    def bind(
+    def cut_and_input(
         self,
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> tuple[Cut, Any]:
-        """The stages for a call and their input; the module is cut now if it must be.
+        """The cut for a call, and its chain's input. The module is cut now if it must be.
 
         Raises ``ModelError`` if it can be no chain, ``SampleError`` if the call holds no tensor.
         """
@@ -195,9 +195,9 @@ class KnownCuts:
         try:
             require_same(self._module, cut, args, kwargs)
         except ModelError:
-            if cut.fixed.issuperset(cut.numbers):
+            if cut.fixed.issuperset(cut.number_slots):
                 raise
-            cut.fixed.update(cut.numbers)  # as it asks for their type
+            cut.fixed.update(cut.number_slots)  # as it asks for their type
             return self._cut(args, kwargs)
         return cut
 

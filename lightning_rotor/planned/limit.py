@@ -127,7 +127,9 @@ class StepLimit:
         if chain not in self.corrections:
             # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
-        budget = replace(budget, foresight=self.corrections.foresight_for(chain))
+        foresight = self.corrections.foresight_for(chain, budget.reserved_bytes - correction_bytes)
+        is_new_size = not self.corrections.has_seen(chain)
+        budget = replace(budget, foresight=foresight, is_new_size=is_new_size)
         if self._loop.is_trial():
             # Lightning's BatchSizeFinder takes an error for a lack of memory by its words, which this type adds.
             budget = replace(budget, error=TrialError)
@@ -237,7 +239,7 @@ class StepLimit:
 
     # ---------------------------------------------------------------- a measured step
 
-    def correct(
+    def correct_plans(
         self,
         modules: PlannedModules,
         step: Step,
@@ -281,12 +283,14 @@ class StepLimit:
                 foresight_of(plan, uncorrected.reserved_bytes),
                 # Where the limit was exceeded, what is foreseen too high must not lead to the least plan at once.
                 overstates=exceeds or self._loop.processes > 1,
+                reserved_bytes=uncorrected.reserved_bytes,
+                is_exact=not call.prepared.costs.estimated,
             )
             # Also where this plan stays: another may follow from the seconds of its calls.
             self.corrections.note(measured)
             if not exceeds and (not can_grow or modules.is_capped(plan)):
                 continue
-            is_better = self.corrections.correct(
+            is_better = self.corrections.correct_plan(
                 modules,
                 measured,
                 limit_bytes=self.size_bytes,

@@ -23,7 +23,7 @@ from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes,
 from lightning_rotor.memory.resident_memory import ResidentMemory, allocated_bytes, named_bytes
 from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.process_groups import processes
-from lightning_rotor.private.sharding import messages_bytes
+from lightning_rotor.private.sharding import is_spread, messages_bytes, units_in
 from lightning_rotor.profiling.step_compute import StepCompute
 from lightning_rotor.units import MemoryLimit
 
@@ -139,7 +139,7 @@ class TrainingLoop(Protocol):
             known_bytes += communication_bytes
             other_bytes = max(0, kind.allocated_bytes(device) - known_bytes)
         temporary_bytes = resident.temporary_bytes
-        if self._shards():
+        if self._in_units():
             # The messages of FSDP are gone when its optimizer steps, so the peak of that is not known before.
             temporary_bytes = None
         return replace(
@@ -175,7 +175,8 @@ class TrainingLoop(Protocol):
                 if parameter.requires_grad and name not in ignored:
                     size_bytes += parameter.numel() * parameter.element_size()
             return size_bytes
-        if not self._shards():
+        if not self._in_units():
+            # Tensor parallelism spreads parameters, too, and never gathers them.
             return 0
         # Whole gradients exist until they are reduced to shards, beside those that optimizers hold.
         return self._hidden_bytes() + gradient_bytes(self.model) + messages_bytes(self.model)
@@ -187,13 +188,17 @@ class TrainingLoop(Protocol):
         # Once, behind the first step: torch's reducer rebuilds its buckets in the order in which gradients came.
         return 0 < self.steps() <= len(self.optimizers())
 
+    def _in_units(self) -> bool:
+        """True if FSDP2 gathers parameters, and spreads their gradients."""
+        return bool(units_in((self.model,)))
+
     def _shards(self) -> list[torch.Tensor]:
         """Parts of the spread parameters that optimizers hold."""
         shards = []
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if hasattr(parameter, "device_mesh"):
+                    if is_spread(parameter):
                         shards.append(parameter)
         return shards
 

@@ -38,7 +38,7 @@ class Measurements:
         self._profiles.pop(signature, None)
         # Without the shapes that its stages take: equal stages of several measurements are then the same objects.
         bare = tuple(replace(stage, takes=()) for stage in profile.chain)
-        self._profiles[signature] = replace(profile, chain=replace(profile.chain, stages=bare))
+        self._profiles[signature] = profile.over(replace(profile.chain, stages=bare))
         for oldest in list(self._profiles)[:-_MOST_MEASURED]:
             del self._profiles[oldest]
 
@@ -61,7 +61,7 @@ class Measurements:
         if bound is None:
             return None
         measured = family[bound.measurement]
-        profile = replace(self._profiles[measured], chain=bound.chain)
+        profile = self._profiles[measured].over(bound.chain)
         try:
             profile = for_call(profile, signature)
             # The stages are the same objects, so costs match one to one. Sizes that were recorded apart have stages of
@@ -105,7 +105,7 @@ def for_call(profile: Profile, signature: Signature) -> Profile:
         if stage.takes:
             stage = replace(stage, takes=())
         stages.append(stage)
-    return replace(profile, chain=replace(chain, stages=tuple(stages)))
+    return profile.over(replace(chain, stages=tuple(stages)))
 
 
 def _taken_by_first(stages: Sequence[Stage], signature: Signature) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from lightning_rotor.errors import (
     ProfilerBusyError,
     ProfilingError,
 )
+from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.link import Link
 from lightning_rotor.memory.budget import Budget
@@ -97,8 +98,8 @@ class Account:
     price_seconds: float = 0.0
     lost_seconds: float = 0.0
 
-    def pays(self, lost_seconds: float) -> bool:
-        """Add a loss. True if steps have lost more than the price since it was paid last."""
+    def charge(self, lost_seconds: float) -> bool:
+        """Add a loss. True if all since the last payment exceed the price, which counts as paid then."""
         self.lost_seconds += lost_seconds
         if self.lost_seconds <= self.price_seconds:
             return False
@@ -228,12 +229,12 @@ class ModulePlans:
             self._unused_outputs = outputs
             self._forget_costs()
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
+    def signature_and_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
         """The signature of a call, and the chain's input. The module is cut if it must be."""
         self._follow_changes()
         made = self._cuts.made
         began = time.perf_counter()
-        cut, value = self._cuts.bind(args, kwargs)
+        cut, value = self._cuts.cut_and_input(args, kwargs)
         if self._cuts.made != made:
             self.measuring_seconds += time.perf_counter() - began
             # A new cut may have pushed out others, whose layers are gone or which were not used for long.
@@ -241,14 +242,16 @@ class ModulePlans:
             self._measurements.keep_only(lambda signature: signature.cut in self._cuts)
         return self._cuts.signature(cut, value), value
 
-    def bind_unasked(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any] | None:
+    def signature_and_input_unasked(
+        self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Signature, Any] | None:
         """The signature of a call and the chain's input, whatever a recording would say to its sizes.
 
         None if the call differs from the recorded one in more, or values could decide, too.
         """
         if not isinstance(cut, GraphCut):
             value = cut.bind(args, kwargs)
-        elif cut.numbers or cut.guards.asks_values:
+        elif cut.number_slots or cut.guards.asks_values:
             return None
         else:
             value = cut.guards.bind_unasked(args, kwargs)
@@ -314,20 +317,20 @@ class ModulePlans:
         if self._wants_other_code(signature, entry):
             return self._measured_as_needed(signature, value, before=costs_of(entry))
         if isinstance(entry, Prepared) and entry.costs.origin == "larger size" and not entry.costs.rough_seconds:
-            may_estimate = bool(entry.lost_seconds) and self._estimating.pays(entry.lost_seconds)
-            return (may_estimate and self._estimated(signature)) or entry
+            may_estimate = bool(entry.lost_seconds) and self._estimating.charge(entry.lost_seconds)
+            return (may_estimate and self._estimated(signature, entry)) or entry
         shows_seconds = isinstance(entry, Prepared) and not entry.is_settled and entry.is_timed
         if isinstance(entry, Prepared) and shows_seconds and self._source.plans_by_seconds(self.name):
             entry = self._planned_by_seconds(signature, entry)
         rough_seconds = costs_of(entry).rough_seconds
-        if rough_seconds and self._measuring.pays(rough_seconds):
+        if rough_seconds and self._measuring.charge(rough_seconds):
             try:
                 if self._is_small_of_rough(signature):
                     return self._measured_as_needed(signature, value)
             except ProfilerBusyError:
                 pass  # this plan does until torch's profiler is free
             self._measuring.lost_seconds = self._measuring.price_seconds  # the next call may be measured
-        if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.pays(entry.lost_seconds):
+        if isinstance(entry, Prepared) and entry.lost_seconds and self._searching.charge(entry.lost_seconds):
             return entry.costs
         return entry
 
@@ -386,30 +389,52 @@ class ModulePlans:
         return self.use_plan(signature, costs, plan)
 
     def _covered(self, signature: Signature) -> Prepared | None:
-        """The plan of a larger size; None if there is none, or steps have lost what looking for a better one takes."""
+        """The plan of a larger size, or a better one if steps have lost what looking for that takes; None if neither."""
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
             return None  # other calls share the budget
         # Behind other calls, a plan may have been made for another part of the budget.
-        of_this_turn = []
+        planned: list[tuple[Signature, Prepared]] = []
+        taken_over: list[tuple[Signature, Prepared]] = []
         for other, prepared in self.cache.planned():
             if prepared.turn == turn:
-                of_this_turn.append((other, prepared))
-        found = covering(signature, of_this_turn)
+                list_of_its_kind = taken_over if prepared.costs.origin == "larger size" else planned
+                list_of_its_kind.append((other, prepared))
+        # Most sizes run under the plan of a larger one, which serves all that they could serve. They count only where
+        # that one is forgotten.
+        found = covering(signature, planned) or covering(signature, taken_over)
         if found is None:
             return None
         larger, lost_seconds = found
         # Where costs of the larger size are rough, those of this one would be, too, so that looking does not help.
         rough_seconds = min(lost_seconds, larger.costs.rough_seconds)
-        if not rough_seconds and self._estimating.pays(lost_seconds):
-            return None
+        if not rough_seconds and self._estimating.charge(lost_seconds):
+            return self._estimated(signature, larger)
+        return self._under(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
+
+    def _under(
+        self, larger: Prepared, signature: Signature, *, lost_seconds: float, rough_seconds: float = 0.0
+    ) -> Prepared:
+        """A call under the plan of a larger size as it is."""
+        turn = larger.turn
         profile = for_call(larger.profile, signature)
         costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
         plan = replace(larger.plan, chain=profile.chain)
-        return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
+        # What is used must not be forgotten before what is not: the sizes that it serves each have an entry, too.
+        self.cache.use(larger.signature, turn)
+        return self.use_plan(
+            signature,
+            costs,
+            plan,
+            lost_seconds=lost_seconds,
+            executor=larger.shared_executor,
+        )
 
-    def _estimated(self, signature: Signature) -> Prepared | None:
-        """A plan for a new size from the costs of others, or None if those do not do."""
+    def _estimated(self, signature: Signature, larger: Prepared | None = None) -> Prepared | None:
+        """A plan for a new size from the costs of others, or None if those do not do.
+
+        ``larger`` has a plan that covers the size. It stays where none is found that is faster.
+        """
         began = time.perf_counter()
         estimate = self._measurements.estimate(signature)
         if estimate is None:
@@ -420,14 +445,31 @@ class ModulePlans:
         alike = self.cache.alike(signature, chain.names)
         least_overhead = least_overhead_of(alike, signature.size, chain, budget)
         plan = best_of(chain, alike, signature.size, budget, least_overhead, slots=self._settings.slots)
+
+        def rough_seconds_of(plan: Plan) -> float:
+            if estimate.is_near:
+                return 0.0
+            # Costs that equal a larger size's are that one's bounds, so they say nothing of this one.
+            smaller = [(size, prepared) for size, prepared in alike if size <= signature.size]
+            return lost_by(plan, least_overhead_of(smaller, signature.size, chain, budget))
+
+        before_seconds = self._estimating.price_seconds
         self._estimating.price_seconds = time.perf_counter() - began
+        is_found = plan is not None and (larger is None or plan.overhead < larger.plan.overhead)
+        if larger is not None and not is_found:
+            # The next look will most likely find nothing, too: it has to wait for twice the loss.
+            self._estimating.price_seconds += before_seconds
+            plan = larger.plan
         lost_seconds = 0.0
         if plan is not None:
             lost_seconds = lost_by(plan, least_overhead)
         # Losses of all sizes add up, since a search for one of them gives the others a schedule to try.
-        if self._searching.pays(lost_seconds):
+        if self._searching.charge(lost_seconds):
             plan = None
             lost_seconds = 0.0
+        elif larger is not None and not is_found:
+            rough_seconds = rough_seconds_of(larger.plan)
+            return self._under(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         if plan is None:
             try:
                 plan = self._solve(profile, budget)
@@ -438,12 +480,7 @@ class ModulePlans:
                 if not isinstance(outcome, Plan):
                     return None
                 plan = outcome
-        rough_seconds = 0.0
-        if not estimate.is_near:
-            # Costs that equal a larger size's are that one's bounds, so they say nothing of this one.
-            smaller = [(size, prepared) for size, prepared in alike if size <= signature.size]
-            rough_seconds = lost_by(plan, least_overhead_of(smaller, signature.size, chain, budget))
-        costs = Costs(profile, origin="bounds", rough_seconds=rough_seconds)
+        costs = Costs(profile, origin="bounds", rough_seconds=rough_seconds_of(plan))
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 
     def _planned_by_seconds(self, signature: Signature, prepared: Prepared) -> Prepared:
@@ -668,10 +705,18 @@ class ModulePlans:
         *,
         lost_seconds: float = 0.0,
         is_chosen: bool = False,
+        executor: Executor | None = None,
     ) -> Prepared:
-        """Run a call under a plan from now on."""
+        """Run a call under a plan from now on; ``executor`` is one for the schedule and the call's stages, if any."""
         memory = self._memory(signature, plan)
-        prepared = costs.under(signature, plan, lost_seconds=lost_seconds, is_chosen=is_chosen, memory=memory)
+        prepared = costs.under(
+            signature,
+            plan,
+            lost_seconds=lost_seconds,
+            is_chosen=is_chosen,
+            memory=memory,
+            executor=executor,
+        )
         self.cache.put(signature, prepared)
         self._source.hear(PlanMade(plan, signature))
         return prepared

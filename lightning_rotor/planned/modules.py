@@ -58,8 +58,8 @@ class PlannedModule:
 
     target: Target
     plans: ModulePlans
-    caches: KeyValueCaches
-    taken_apart: str | None = None
+    key_value_caches: KeyValueCaches
+    uncompiled_warning: str | None = None
     """A warning about what the user compiled, and its plan takes apart; None if there is nothing of that kind."""
     is_whole: bool = False
     """True if it was compiled as a whole, and stays so: its graph is planned inside."""
@@ -318,8 +318,8 @@ class PlannedModules:
                 targets.append(other.target)
         self._plan_only([*targets, *self._search.targets()])
         # The parts are planned from now on, and would be asked for caches by the module around them.
-        if module.caches:
-            self._attach(module.module, ForwardWithoutCaches(module.caches))
+        if module.key_value_caches:
+            self._attach(module.module, ForwardWithoutCaches(module.key_value_caches))
 
     def _found(self, name: str) -> None:
         """The first step is about to call a module that waits: plan it, and nothing inside of it or around it."""
@@ -396,7 +396,7 @@ class PlannedModules:
         if self._loop.is_lead:
             _log.info("RotorCallback plans %s. RotorCallback(module=...) names others", str(self))
         for module in self:
-            message = module.taken_apart
+            message = module.uncompiled_warning
             if message is not None:
                 self._loop.warn_once(f"RotorCallback: {message}", topic=message)
         if self._search is None:
@@ -487,17 +487,19 @@ class PlannedModules:
         """Plan a module from its next call on."""
         _check_apart(self._loop.model, target)
         # Before its forward is replaced, which may be compiled itself.
-        taken_apart, compiled = None, None
+        uncompiled_warning, compiled = None, None
         if self._whole_around(target) is not None:
             compiled = compiled_call_of(target.module)
         else:
-            taken_apart = compiled_around(self._loop, target, self._not_inside)
-            if taken_apart is not None:
-                require_several_graphs(self._loop, target, taken_apart)
+            uncompiled_warning = compiled_around(self._loop, target, self._not_inside)
+            if uncompiled_warning is not None:
+                require_several_graphs(self._loop, target, uncompiled_warning)
         planned = PlannedForward(target.module, self._source, self._settings, target.name, compiled=compiled)
         planned.plans.expect_unused(target.unused_outputs)
         self._attach(target.module, planned)
-        module = PlannedModule(target, planned.plans, planned.caches, taken_apart, is_whole=compiled is not None)
+        module = PlannedModule(
+            target, planned.plans, planned.key_value_caches, uncompiled_warning, is_whole=compiled is not None
+        )
         self._modules.append(module)
 
     def _let_wait(self, targets: Collection[Target]) -> None:

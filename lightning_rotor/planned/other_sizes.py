@@ -161,7 +161,7 @@ def best_of(
         plan = scheduled(chain, schedule, limit_bytes, slots=slots, **budget.conditions)
         if plan.peak_bytes > limit_bytes or (budget.link is not None and not budget.link.holds(plan.host_bytes)):
             continue
-        if best is None or plan.seconds < best.seconds:
+        if (best is None or plan.seconds < best.seconds) and not budget.foresees_excess(plan):
             best = plan
             if plan.overhead <= least_overhead + SLIGHT:
                 break

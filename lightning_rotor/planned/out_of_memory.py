@@ -11,7 +11,7 @@ import torch
 from lightning_rotor.capture.copies import version_of
 from lightning_rotor.execution.lent_tensors import buffers_of
 from lightning_rotor.execution.segment_state import SegmentState
-from lightning_rotor.private.torch_names import any_hooks_of_all, copy_each, in_a_row, taken_apart
+from lightning_rotor.private.torch_names import any_hooks_of_all, copy_each, flattened, unflattened
 from lightning_rotor.private.values import is_made_of_others, tree_leaves, uncounted_like
 from lightning_rotor.profiling import Profile
 from lightning_rotor.stages.generators import GeneratorStates
@@ -42,7 +42,7 @@ class _Copies:
             for buffer, copy in self.pairs:
                 buffer.copy_(copy)
             for buffers, row in self.rows:
-                copy_each(buffers, list(taken_apart(row, buffers)))
+                copy_each(buffers, list(unflattened(row, buffers)))
 
 
 class CopiedBuffers:
@@ -61,7 +61,7 @@ class CopiedBuffers:
         if len(buffers) != len(self._grouped) or not all(map(is_, buffers, self._grouped)):
             self._group(buffers)
         with torch.no_grad():
-            rows = [(alike, in_a_row(alike)) for alike in self._alike]
+            rows = [(alike, flattened(alike)) for alike in self._alike]
         return _Copies(self._copied_one_by_one(self._alone), rows)
 
     def _group(self, buffers: list[torch.Tensor]) -> None:

@@ -18,7 +18,7 @@ from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.joint_paths import Path, are_alike, copied_bytes, kept_bytes
 from lightning_rotor.planned.module_plans import Account
 from lightning_rotor.planned.other_sizes import SLIGHT, lost_by
-from lightning_rotor.planned.prepared import Costs, Prepared, leaves_much_room
+from lightning_rotor.planned.prepared import Costs, Prepared, costs_of, leaves_much_room
 from lightning_rotor.planned.running_step import CallKey
 from lightning_rotor.planning import Plan, minimum_budget
 from lightning_rotor.planning.joint_chain import Outside, StepPlan, concatenated, joined, split
@@ -156,7 +156,8 @@ class PathPlanner:
             entries.append(entry)
         settled = {**self._whole_plans(path, entries), **settled}
         calls = _calls_of(path, entries, settled)
-        measured = self._around.of(path, calls.chains)
+        is_exact = not any(costs_of(entry).estimated for entry in entries)
+        measured = self._around.of(path, calls.chains, is_exact=is_exact)
         is_measured = measured is not None
         # What is not measured yet is small beside so much room.
         is_known = is_measured or self._has_much_room(calls)
@@ -283,7 +284,7 @@ class PathPlanner:
         if best.overhead <= least_overhead + SLIGHT:
             return _TakenOver(best, lost_seconds=0.0)
         lost_seconds = lost_by(best, least_overhead)
-        if self._searching.pays(lost_seconds):
+        if self._searching.charge(lost_seconds):
             return None
         return _TakenOver(best, lost_seconds)
 

@@ -83,10 +83,20 @@ class Costs:
         lost_seconds: float = 0.0,
         is_chosen: bool = False,
         memory: OtherMemory | None = None,
+        executor: Executor | None = None,
     ) -> Prepared:
-        """These costs with a plan, and an executor for it; ``memory`` is where the plan moves what it moves."""
+        """These costs with a plan, and an executor for it.
+
+        Args:
+            signature: Of the call that the costs are for.
+            plan: For them.
+            lost_seconds: See :class:`Prepared`.
+            is_chosen: Likewise.
+            memory: Where the plan moves what it moves.
+            executor: One that runs this schedule with the stages of these costs; by default it is made.
+        """
         profile, cut = self.profile, signature.cut
-        executor = Executor(
+        executor = executor or Executor(
             profile.stages,
             profile.chain,
             plan.schedule,
@@ -173,6 +183,11 @@ class Prepared:
         # the caches, nor the host between them.
         plain_seconds = max(step_seconds - extra_seconds, _LEAST_PART * self.plan.chain.step_seconds)
         return max(extra_seconds / plain_seconds, 0.0)
+
+    @property
+    def shared_executor(self) -> Executor | None:
+        """The executor, if calls of other sizes may use it, too; None while it times calls of this size."""
+        return self.executor if self.is_settled else None
 
     @property
     def is_timed(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ from lightning_rotor.planned.prepared import Prepared, Turn, leaves_much_room
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planned.step_state import WITHOUT_A_PLAN, Event, Mode, State, following
+from lightning_rotor.planned.step_state import PLANNED, WITHOUT_A_PLAN, Event, Mode, State, following
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
@@ -358,7 +358,7 @@ class StepPlanner(BudgetSource):
                 )
             self._follow(step, phases if sees_all else [])
         elif sees_all and not shows_modules:
-            self._correct(step, phases)
+            self._correct_by_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         self.limit.check_final(step, phases)
@@ -435,7 +435,7 @@ class StepPlanner(BudgetSource):
         if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
             self._exceeded(step)
 
-    def _correct(self, step: Step, phases: Sequence[StepPhase]) -> None:
+    def _correct_by_peak(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         highest = highest_of(phase for phase in phases if not phase.is_final)
         if highest is None:
@@ -450,9 +450,10 @@ class StepPlanner(BudgetSource):
         def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
             # It outlives the step, whose tensors it must not hold.
             numbers = [number for call, number in step.numbers.items() if call.plan is plan]
-            return partial(foresight, plan, numbers, phases, reserved_bytes)
+            # Looked for once: a step foretells those of all plans for its chain, and of other sizes.
+            return cache(partial(foresight, plan, numbers, phases, reserved_bytes))
 
-        is_enough = self.limit.correct(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
+        is_enough = self.limit.correct_plans(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
         # A first step takes what no later one does, so the next one decides.
         if not is_enough and not step.is_first:
             self._note_excess(highest)
@@ -669,12 +670,19 @@ class StepPlanner(BudgetSource):
     def _plan_made(self, plan: Plan, signature: Signature) -> None:
         """Watch the steps that follow, from inside the first forward on, unless a larger one has kept the limit."""
         self.plan = plan
-        self._become(Event.PLANNED)
         step = self._step
         # Where lengths differ in nearly every step, planning and watching each by itself took three times a plain step.
-        if step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes):
+        is_covered = step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes)
+        if is_covered and self.state in PLANNED:
+            return  # nothing new: no step is watched for it, and no plan is reported
+        self._become(Event.PLANNED)
+        if is_covered:
             return
-        self.watch.renew()
+        if self._kept_sizes.knows(signature, plan.schedule):
+            # Only this size is new. The steps behind it most likely have others, under plans of their own.
+            self.watch.repeat()
+        else:
+            self.watch.renew()
         if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return

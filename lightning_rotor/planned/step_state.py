@@ -108,6 +108,9 @@ def following(state: State, event: Event) -> State:
 WITHOUT_A_PLAN = frozenset((State.PLANNING, State.PUT_OFF))
 """States of modules that are chosen and have no plan yet."""
 
+PLANNED = frozenset((State.WATCHING, State.STEADY))
+"""States of modules that run under plans."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:

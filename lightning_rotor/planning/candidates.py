@@ -78,9 +78,12 @@ class Candidates:
 
     def __getitem__(self, stair: int) -> Simulation:
         if stair not in self._judged:
-            schedule = schedule_at(self.table, self._stairs[stair])
-            self._judged[stair] = self.judge(schedule)
+            self._judged[stair] = self.judge(self.schedule(stair))
         return self._judged[stair]
+
+    def schedule(self, stair: int) -> Schedule:
+        """The schedule of a stair, without a judgement."""
+        return schedule_at(self.table, self._stairs[stair])
 
     def fastest(self, budget_bytes: int) -> Simulation | None:
         """The fastest that fits of all hopeful candidates and their edits; never slower for more budget."""

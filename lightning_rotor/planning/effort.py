@@ -80,6 +80,10 @@ class Effort:
     moved_stages: int = 5_000
     # and those of edits.
     moved_edits: int = 3_000
+    # Edits that are looked at for each one that is placed: most are slower whatever they move, which is soon seen.
+    moved_looks: int = 10
+    # Share of a step beyond keeping everything at which a plan that moves is fast enough, and nothing more is tried.
+    negligible: float = 1e-4
     # Most subsets of a schedule's items that are tried; of more items only all of them, and all but one.
     moved_subsets: int = 32
     # Budgets of a curve.

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_rotor.errors import BudgetError, ScheduleError
-from lightning_rotor.planning import effort
 from lightning_rotor.planning.candidates import by_peak
 from lightning_rotor.planning.effort import SAME
 from lightning_rotor.planning.schedule_search import ScheduleSearch
@@ -204,7 +203,7 @@ def frontier_of(search: ScheduleSearch, *, budget_bytes: int | None = None) -> F
     """
     points = pareto(search.candidates())
     asked: set[int] = set()
-    for _ in range(effort.current.frontier_questions // len(search.chain)):
+    for _ in range(search.questions):
         gaps = [gap for gap in pairwise(points) if gap[1].peak_bytes not in asked]
         if not gaps:
             break

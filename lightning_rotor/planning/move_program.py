@@ -78,12 +78,12 @@ class _Rest:
         self.chosen: npt.NDArray[np.int32] = np.full((size, size), _NOT_POSSIBLE, np.int32)
         self.ways: list[_Way] = []
 
-    def lower(self, seconds: Seconds, way: _Way) -> None:
-        """Take a way where it is faster."""
-        better = seconds < self.seconds
+    def lower(self, seconds: Seconds, way: _Way, *, shift: int = 0) -> None:
+        """Take a way where it is faster; its seconds are those from the memory ``shift`` on."""
+        better = seconds < self.seconds[shift:]
         if better.any():
-            self.seconds[better] = seconds[better]
-            self.chosen[better] = len(self.ways)
+            np.copyto(self.seconds[shift:], seconds, where=better)
+            np.copyto(self.chosen[shift:], len(self.ways), where=better)
             self.ways.append(way)
 
     def wait(self, slot_seconds: float) -> None:
@@ -125,8 +125,7 @@ class MoveProgram:
         forward_seconds = [stage.keep.forward_seconds for stage in chain]
         # Slots that the link carries before each stage; sums are rounded, so that errors cancel.
         self._carried = [int(seconds * speed / unit) for seconds in accumulate(forward_seconds, initial=0.0)]
-        amounts = np.arange(self.slots + 1)
-        self._m, self._q = np.meshgrid(amounts, amounts, indexing="ij")
+        self._amounts: Integers = np.arange(self.slots + 1)
         self._rests: dict[tuple[int, int], _Rest] = {}
         # From behind: every way is followed by the rest behind it.
         for first in reversed(range(len(chain))):
@@ -200,10 +199,10 @@ class MoveProgram:
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             option = number % options
             size = int(choices.shift[number])
-            fits = self._m - self._q >= choices.low[number]
+            fits = self._amounts >= choices.low[number]
             seconds = np.where(fits, choices.seconds[number], np.inf)
             if first == top:
-                rest.lower(seconds, _Way(option, first, size, 0, 0, 0, 0, moves=False))
+                rest.lower(_by_memory(seconds), _Way(option, first, size, 0, 0, 0, 0, moves=False))
                 continue
             way = _Way(option, first, size, 0, 0, 0, int(ways[CLASS, number]), moves=False)
             self._lower(rest, first, seconds, way)
@@ -226,12 +225,12 @@ class MoveProgram:
         for number in np.flatnonzero(choices.low <= self.slots).tolist():
             body_shift = paid + int(choices.shift[number])
             behind = int(choices.other_shift[number])
-            # What is on its way out takes memory until it is there, so it is missing to the forward and to the body.
-            enough = self._m - self._q
-            fits = (enough - paid >= choices.low[number]) & (enough >= least)
-            room = enough - body_shift
+            enough = max(int(choices.low[number]) + paid, least, body_shift)
+            if enough > self.slots:
+                continue
             body = self._body_seconds(choices, number)
-            seconds = np.where(fits & (room >= 0), body[np.maximum(room, 0)], np.inf)
+            seconds: Seconds = np.full(self.slots + 1, np.inf)
+            seconds[enough:] = body[enough - body_shift : self.slots + 1 - body_shift]
             way = _Way(None, first + number, paid, behind, body_shift, variant, 0, moves=False)
             self._lower(rest, first, seconds, way)
             if paid:
@@ -247,14 +246,24 @@ class MoveProgram:
         return seconds
 
     def _lower(self, rest: _Rest, first: int, seconds: Seconds, way: _Way) -> None:
-        """Lower a rest to a way and what follows it."""
-        following = self._rests[way.end + 1, way.source].seconds
-        q = np.maximum(self._q - self._carried[way.end + 1] + self._carried[first], 0)
-        m = self._m - way.behind
+        """Lower a rest to a way, with seconds by what it has of memory (``m - q``), and what follows it."""
+        shift = way.behind if way.moves else way.behind + way.size
+        if shift > self.slots or seconds[-1] == np.inf:
+            return
+        q = np.maximum(self._amounts - self._carried[way.end + 1] + self._carried[first], 0)
         if way.moves:
             q = q + self._to_carry(way.size)
-        else:
-            m = m - way.size
-        there = (m >= 0) & (q <= self.slots)
-        behind = following[np.maximum(m, 0), np.minimum(q, self.slots)]
-        rest.lower(np.where(there, seconds + behind, np.inf), way)
+        following = self._rests[way.end + 1, way.source].seconds
+        # Rows are memory: all shift by the same amount. Columns are what is on its way out.
+        behind = following[: self.slots + 1 - shift].take(np.minimum(q, self.slots), axis=1)
+        behind[:, q > self.slots] = np.inf
+        behind += _by_memory(seconds)[shift:]
+        rest.lower(behind, way, shift=shift)
+
+
+def _by_memory(seconds: Seconds) -> Seconds:
+    """Seconds by ``m`` and ``q``, of those by ``m - q``: what is on its way out is missing to a forward and a body."""
+    size = len(seconds)
+    padded = np.concatenate([np.full(size - 1, np.inf), seconds])
+    rows: Seconds = np.lib.stride_tricks.sliding_window_view(padded, size)[:, ::-1]
+    return rows

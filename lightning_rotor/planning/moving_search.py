@@ -21,13 +21,13 @@ from typing_extensions import Unpack
 from lightning_rotor.chain import Chain
 from lightning_rotor.link import Link
 from lightning_rotor.planning.candidates import by_peak, by_seconds
-from lightning_rotor.planning.edits import edits
+from lightning_rotor.planning.edits import neighbours
 from lightning_rotor.planning.effort import DEFAULT_SLOTS, SAME
 from lightning_rotor.planning.move_program import MoveProgram
 from lightning_rotor.planning.placing import placed
-from lightning_rotor.planning.schedule_search import ScheduleSearch
+from lightning_rotor.planning.schedule_search import ScheduleSearch, no_schedule_is_faster
 from lightning_rotor.schedule import Move, Schedule
-from lightning_rotor.simulator import Conditions, Simulation, bytes_around, movable, simulate
+from lightning_rotor.simulator import Conditions, Simulation, bytes_around, movable, seconds_without_waits, simulate
 
 
 class MovingSearch(ScheduleSearch):
@@ -52,8 +52,8 @@ class MovingSearch(ScheduleSearch):
         least = self.smallest_of_tables
         if self._link is None:
             return least
-        for simulation in self._staying:
-            moved = self._all_moved(simulation.schedule)
+        for schedule in self._staying:
+            moved = self._all_moved(schedule)
             if by_peak(moved) < by_peak(least):
                 least = moved
         # Other candidates may lead further down. What no budget finds is not there.
@@ -88,15 +88,23 @@ class MovingSearch(ScheduleSearch):
                 by_schedule[simulation.schedule] = simulation
         return tuple(sorted(by_schedule.values(), key=by_peak))
 
+    @property
+    def questions(self) -> int:
+        """Budgets between the points of a curve that are worth a search; each takes one of its own with a link."""
+        questions = super().questions
+        return questions if self._link is None else min(questions, self.effort.moved_budgets)
+
     def _fastest_over(self, link: Link, budget_bytes: int) -> Simulation | None:
         best = self._fastest_of_candidates(link, budget_bytes)
         # To find the least peak takes a search of its own, so it is asked for only where it may be the answer.
-        if best is None or best.peak_bytes <= self.smallest_of_tables.peak_bytes:
+        if best is None or (
+            best.peak_bytes <= self.close_bytes and best.peak_bytes <= self.smallest_of_tables.peak_bytes
+        ):
             least = self.smallest
             is_faster = best is None or by_seconds(least) < by_seconds(best)
             if least.peak_bytes <= budget_bytes and is_faster:
                 best = least
-        if best is None or best.schedule == self.keep_all.schedule:
+        if best is None or self._is_fast_enough(best):
             return best
         return self._edited(best, budget_bytes)
 
@@ -104,33 +112,44 @@ class MovingSearch(ScheduleSearch):
         """The fastest candidate that fits, before any edit; None if none does."""
         # Not slower than a plan that moves nothing, whatever the approximations of the program over the link.
         best = super().fastest(budget_bytes)
-        if best is not None and best.schedule == self.keep_all.schedule:
+        if best is not None and self._is_fast_enough(best):
+            return best
+        for schedule in self._staying:
+            best = self._better(best, schedule, None, budget_bytes)
+        if best is not None and self._is_fast_enough(best):
             return best
         for schedule, wanted in self._program_schedules(link, budget_bytes):
             best = self._better(best, schedule, wanted, budget_bytes)
             best = self._better(best, schedule, None, budget_bytes)
-        for simulation in self._staying:
-            # Moves only add waits to its seconds, so it cannot become the best if it is not faster as it is.
-            if best is None or simulation.seconds < best.seconds * (1 - SAME):
-                best = self._better(best, simulation.schedule, None, budget_bytes)
         return best
+
+    def _is_fast_enough(self, best: Simulation) -> bool:
+        """True if nothing could be much faster: a search takes longer than what it could save."""
+        if best.schedule == self.keep_all.schedule:
+            return True
+        return best.seconds <= self.keep_all.seconds * (1 + self.effort.negligible) and self._keeping_is_fastest
+
+    @cached_property
+    def _keeping_is_fastest(self) -> bool:
+        return no_schedule_is_faster(self.chain)
 
     def _fits(self, simulation: Simulation) -> bool:
         """True if the other memory has room for what moves."""
         return self._link is None or self._link.holds(simulation.host_bytes)
 
     @cached_property
-    def _staying(self) -> list[Simulation]:
+    def _staying(self) -> list[Schedule]:
         """Schedules that move nothing, the fastest first; of long chains few, evenly spread over each table."""
-        by_schedule = {self.keep_all.schedule: self.keep_all}
+        seconds = {self.keep_all.schedule: self.keep_all.seconds}
         tables = self.tables
         for table in tables:
             stages = len(tables) * len(table) * len(self.chain)
             apart = max(math.ceil(stages / self.effort.moved_stages), 1)
             for stair in range(0, len(table), apart):
-                simulation = table[stair]
-                by_schedule[simulation.schedule] = simulation
-        return sorted(by_schedule.values(), key=by_seconds)
+                schedule = table.schedule(stair)
+                # Without a simulation of each: most are slower than the best, whatever they move.
+                seconds[schedule] = seconds_without_waits(self.chain, schedule)
+        return sorted(seconds, key=seconds.__getitem__)
 
     def _program_schedules(self, link: Link, budget_bytes: int) -> Iterator[tuple[Schedule, Sequence[int]]]:
         """Schedules of the program over memory and link at and near the budget, with what they move."""
@@ -155,11 +174,17 @@ class MovingSearch(ScheduleSearch):
     def _edited(self, best: Simulation, budget_bytes: int) -> Simulation:
         """The best of a schedule and its edits, and of the edits of that."""
         untried = self._edits(best)
-        for _ in range(self.effort.moved_edits // len(self.chain)):
+        attempts = self.effort.moved_edits // len(self.chain)
+        looks = self.effort.moved_looks * attempts
+        while attempts and looks:
             edit = next(untried, None)
             if edit is None:
                 break
             schedule, wanted = edit
+            looks -= 1
+            if self._is_slower(schedule, best):
+                continue
+            attempts -= 1
             edited = self._better(best, schedule, wanted, budget_bytes)
             if edited is not None and edited is not best:
                 # On from the better one at once: judging all edits of each would use up the attempts.
@@ -176,7 +201,8 @@ class MovingSearch(ScheduleSearch):
         able = movable(self.chain, stays.items)
         for number in able:
             yield stays, [other for other in able if other != number]
-        for schedule in edits(stays, self.chain):
+        # Two edits away on short chains.
+        for schedule in neighbours(self.chain, stays):
             yield schedule, None
 
     def _better(
@@ -187,6 +213,8 @@ class MovingSearch(ScheduleSearch):
         budget_bytes: int,
     ) -> Simulation | None:
         """The faster of the best and a schedule with some items moved, by default any; those that can."""
+        if best is not None and self._is_slower(schedule, best):
+            return best
         able = movable(self.chain, schedule.items)
         if wanted is not None:
             able = sorted(set(able) & set(wanted))
@@ -198,6 +226,10 @@ class MovingSearch(ScheduleSearch):
             if best is None or moved.seconds < best.seconds * (1 - SAME):
                 best = moved
         return best
+
+    def _is_slower(self, schedule: Schedule, best: Simulation) -> bool:
+        """True if a schedule cannot become the best whatever it moves: moves only add waits to its seconds."""
+        return seconds_without_waits(self.chain, schedule) >= best.seconds * (1 - SAME)
 
     def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
         """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""

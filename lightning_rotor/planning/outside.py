@@ -98,7 +98,7 @@ def measured_outside(
 
 
 def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], reserved_bytes: int) -> Foresight | None:
-    """Peaks of a step like a measured one, if some of its calls ran under another plan.
+    """Peaks of a step like a measured one, if some of its calls ran under another plan, perhaps with larger inputs.
 
     Args:
         plan: The plan that the calls have run under. None of them waits together with others.
@@ -122,8 +122,11 @@ def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], r
         return None
 
     def peak_bytes(other: Plan) -> int:
+        # Around larger calls lies more, in proportion. Around smaller ones lies no less, as a part of it does not
+        # depend on sizes.
+        growth = max(other.chain.kept_bytes / max(plan.chain.kept_bytes, 1), 1)
         # Calls of a module run one by one, each with its own code around: the worst of them decides.
-        peaks = [_alone(other, outside).peak_bytes for outside in around]
+        peaks = [_alone(other, outside.scaled(growth)).peak_bytes for outside in around]
         return reserved_bytes + max(peaks)
 
     return peak_bytes

@@ -102,6 +102,17 @@ class Plan(Shown):
         return self.simulation.stall_seconds
 
     @property
+    def carried_share(self) -> float | None:
+        """What the link carries out during a forward, as a share of the peak without recomputation; None without link.
+
+        It says how much moving can gain before anything is planned: with a tenth little, with a third much.
+        """
+        if self.link is None:
+            return None
+        forward_seconds = sum(stage.keep.forward_seconds for stage in self.chain)
+        return self.link.out * forward_seconds / max(plain_simulation(self).peak_bytes, 1)
+
+    @property
     def inverted(self) -> tuple[int, ...]:
         """Numbers of the stages that drop their input and rebuild it from their output."""
         stages = self.chain.stages

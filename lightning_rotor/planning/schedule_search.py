@@ -75,8 +75,7 @@ class ScheduleSearch:
         if self.keep_all.peak_bytes <= budget_bytes:
             fitting.append(self.keep_all)
         # The least peak is known after many simulations, so it is asked for only where it may be the answer.
-        least_bytes = self._for_all[0].lowest_bytes * (1 + self.effort.close)
-        if of_tables[0] is None or of_tables[0].peak_bytes <= least_bytes:
+        if of_tables[0] is None or of_tables[0].peak_bytes <= self.close_bytes:
             smallest = self.smallest_of_tables
             if smallest.peak_bytes > budget_bytes:
                 return None
@@ -132,6 +131,16 @@ class ScheduleSearch:
     def keep_all(self) -> Simulation:
         """Without recomputation, every stage under the fastest of its options."""
         return self._judge(keep_all_fastest(self.chain))
+
+    @property
+    def close_bytes(self) -> float:
+        """Most bytes that the schedule of least peak may take, as far as the table tells."""
+        return self._for_all[0].lowest_bytes * (1 + self.effort.close)
+
+    @property
+    def questions(self) -> int:
+        """Budgets between the points of a curve that are worth a search."""
+        return self.effort.frontier_questions // len(self.chain)
 
     @property
     def tables(self) -> tuple[Candidates, ...]:

@@ -103,19 +103,24 @@ def compiled_call_of(module: nn.Module) -> CompiledCall | None:
     told_by: Any = module
     run: Any
     uncompiled: Any
+    # torch.compile(module)
     if is_compiler_wrapper(module):
         run, uncompiled = module.__dict__["forward"], module_inside(module).__call__
+    # module.compile()
     elif is_compiled_in_place(module):
         slot, run, uncompiled = COMPILED_CALL, module.__dict__[COMPILED_CALL], module._call_impl
         told_by = run
+    # module.forward = torch.compile(module.forward)
     elif compiled_method_of(module, "forward") is not None:
         run = told_by = module.__dict__["forward"]
         uncompiled = unwrap(run)
+    # @torch.compile above the forward of the class
     elif has_compiled_method(module, "forward") and "forward" not in module.__dict__:
         run = told_by = MethodType(type(module).forward, module)
         uncompiled = MethodType(unwrap(type(module).forward), module)
     else:
-        return None  # a function of another module's in the place of the forward counts for none, too
+        # A function of another module's in the place of the forward counts for none, too.
+        return None
     return CompiledCall(slot, run, uncompiled, getattr(told_by, "get_compiler_config", None))
 
 

@@ -47,7 +47,36 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_on_its_way(tensor: torch.Tensor) -> bool:
+def is_on_its_way(tensor: Any) -> bool:
     """True for what functional collectives hand out: a tensor that waits for a message when it is used."""
     # By name: the class is behind an import of torch.distributed.
     return type(tensor).__name__ == "AsyncCollectiveTensor"
+
+
+def wait_for(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that one on its way stands for, once its message has arrived; gradients go back through it."""
+    waited: torch.Tensor = _Arrival.apply(tensor)
+    return waited
+
+
+def waited_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call's arguments, with those on their way replaced by what has arrived."""
+    # Asked at each call. Nothing is looked for in containers: modules under tensor parallelism return single tensors.
+    if not any(map(is_on_its_way, args)) and not any(map(is_on_its_way, kwargs.values())):
+        return args, kwargs
+    arrived_args = tuple(wait_for(value) if is_on_its_way(value) else value for value in args)
+    arrived_kwargs = {name: wait_for(value) if is_on_its_way(value) else value for name, value in kwargs.items()}
+    return arrived_args, arrived_kwargs
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits. The tensor's own ``wait()`` cuts it off its graph, and what else waits makes a copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> torch.Tensor:
+        waited: torch.Tensor = tensor.wait() if is_on_its_way(tensor) else tensor.view_as(tensor)
+        return waited
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]

@@ -14,6 +14,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _HOOKS_OF_ALL: tuple[dict[int, Any], ...] = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
 _BACKWARD_HOOKS_OF_ALL = _HOOKS_OF_ALL[2:]
 _HOOK_KINDS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+# Without two that are settings, which code may change.
 STRUCTURE = frozenset(vars(nn.Module())) - {"training", "_is_full_backward_hook"}
 """Attributes of a module that are torch's own bookkeeping."""
 

@@ -67,6 +67,7 @@ class MessageWatch(TorchDispatchMode):
     nothing tells that ``dist.all_reduce(x)`` has changed ``x``. It slows code down, so nothing is timed in it.
     """
 
+    # Else torch raises an error where the mode meets one, such as flex_attention's.
     supports_higher_order_operators = True
 
     def __init__(self, *, marks: bool) -> None:

@@ -70,6 +70,7 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
         if kind not in _SIMPLE and kind not in SUPPORTED_NODES and _can_be_taken_apart(leaf):
             register_pytree_node(kind, _taken_apart, _put_together, flatten_with_keys_fn=_named)
             is_new = True
+    # Once more, since objects of further classes may be in those that are taken apart now.
     return flatten(value) if is_new else (leaves, spec)
 
 

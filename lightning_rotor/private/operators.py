@@ -14,14 +14,14 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "copy_each",
-    "in_a_row",
+    "flattened",
     "istft_in_parts",
     "pack_sequences",
     "packet_of",
     "pad_sequences",
     "schema_of",
     "take_back",
-    "taken_apart",
+    "unflattened",
     "written_arguments",
     "written_by_message",
 ]
@@ -41,9 +41,9 @@ RECURRENT: tuple[Callable[..., Any], ...] = (
 """The operators of torch's recurrent layers. The third argument of packed sequences is the state, else the weights."""
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], Any] = torch._foreach_copy_
 """Copy tensors in one call, as optimizers do: on a GPU a tenth of the time. There is no public name."""
-in_a_row: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+flattened: Callable[[Sequence[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
 """The values of many tensors of one type, copied into one: one block and one kernel. DDP fills its buckets with it."""
-taken_apart: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
+unflattened: Callable[[torch.Tensor, Sequence[torch.Tensor]], Sequence[torch.Tensor]] = (
     torch._utils._unflatten_dense_tensors
 )
 """Views of such a tensor, in the shapes of those that it was made of."""

@@ -35,6 +35,7 @@ class JointParts:
 
 def parts_of(joint: fx.GraphModule, number_of_outputs: int, static_inputs: Sequence[int]) -> JointParts:
     """Parts of a joint graph, once code that nobody needs is gone and equal operations are one."""
+    # Here and below inside of functions: all that is imported belongs to the compiler, and takes a second.
     from torch._functorch import partitioners
     from torch._functorch.compile_utils import fx_graph_cse
 
@@ -50,11 +51,13 @@ def parts_of(joint: fx.GraphModule, number_of_outputs: int, static_inputs: Seque
     try:
         # What the forward alone needs is not made one with what the backward needs, too: that would be saved more.
         joint.graph = fx_graph_cse(joint.graph, extra_node_key=lambda node: node in wanted)
-    except TypeError:  # torch < 2.14
+    except TypeError:
+        # torch < 2.14
         joint.graph = fx_graph_cse(joint.graph)
     info = partitioners.classify_nodes(joint, list(static_inputs), number_of_outputs)
     for node in reversed(joint.graph.nodes):
-        # The solver reads it.
+        # Distance to the backward. The solver prefers to save what is near it, and torch's own partitioner, in whose
+        # place this one stands, would have noted it.
         node.dist_from_bw = int(1e9) if node.op == "output" or info.is_required_fw(node) else 0
         if node.op != "output" and info.is_required_fw(node):
             node.dist_from_bw = min([int(1e9), *(user.dist_from_bw + 1 for user in node.users)])

@@ -24,10 +24,17 @@ from importlib import import_module
 from operator import add
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.private.undoing import undone
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """True for a DTensor, of which each process of a mesh has a part."""
+    # By an attribute: the class is behind an import of torch.distributed.
+    return hasattr(tensor, "device_mesh")
 
 
 def units_below(module: nn.Module, kind: str = "FSDPModule") -> list[str]:

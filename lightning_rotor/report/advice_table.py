@@ -112,6 +112,7 @@ def _batch(choice: Choice) -> str:
 
 def _limit(choice: Choice) -> str:
     limit = choice.seconds.limited_by
+    # Of a model without operations that are counted, all seconds are 0.
     share = 0.0
     if choice.seconds.total:
         share = getattr(choice.seconds, limit) / choice.seconds.total
@@ -124,6 +125,7 @@ def advice_parts(advice: Advice, *, most_lines: int = 3) -> Iterator[Any]:
     for way, why in advice.left_out:
         yield f"Not listed: {way}: {why}."
     yield "Seconds are a roofline's and data sheets', to compare ways, not to promise."
+    # The seconds of neighbours may be in another order in truth, so the fastest alone would be too few.
     for number, choice in enumerate(advice.choices[:most_lines], 1):
         yield f"\n# {number}: {choice.name}\n{choice.lines}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice
+from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.report.command_plan import Answer
 from lightning_rotor.report.drawing import draw_chain
@@ -27,8 +28,10 @@ def answer_tables(answer: Answer) -> Iterator[Any]:
         rows["Estimated for"] = f"{gpu.name} with {format_bytes(gpu.memory_bytes)}"
     yield plan_table(answer.plan, reserved_bytes=answer.reserved_bytes, extra_rows=rows.items())
     yield stage_table(answer.plan)
+    if answer.plan.link is not None:
+        yield _gain_of_moving(answer.plan, answer.staying)
     if answer.frontier is not None:
-        yield frontier_table(answer.frontier, reserved_bytes=answer.reserved_bytes)
+        yield frontier_table(answer.frontier, reserved_bytes=answer.reserved_bytes, staying=answer.staying_frontier)
         if answer.plan.overhead > 0:
             yield answer.frontier.gain("1GiB").describe(reserved_bytes=answer.reserved_bytes)
     if gpu is not None:
@@ -40,10 +43,20 @@ def answer_tables(answer: Answer) -> Iterator[Any]:
         yield "The loss and the optimizer's temporary memory are not part of the model, and not in the budget."
 
 
+def _gain_of_moving(plan: Plan, staying: Plan | None) -> str:
+    """What a plan gains by moving, beside the fastest that moves nothing."""
+    if staying is None:
+        return f"Without moving, no plan fits; with it, the overhead is {plan.overhead:.1%}"
+    if plan.seconds >= staying.seconds:
+        return f"Moving over this link gains nothing at this limit: the overhead stays at {staying.overhead:.1%}"
+    return f"Moving over this link lowers the overhead from {staying.overhead:.1%} to {plan.overhead:.1%}"
+
+
 def plan_as_json(answer: Answer) -> dict[str, Any]:
     """Everything that the tables show, and every stage and point of the curve; sizes in bytes, durations in seconds."""
     plan, reserved, gpu = answer.plan, answer.reserved_bytes, answer.case.accelerator
     of_stages = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "forward_seconds", "backward_seconds")
+    # None without --curve: an empty list would be a curve without points.
     points = [
         {"budget_bytes": reserved + point.peak_bytes, "seconds": point.seconds}
         | {"overhead": point.overhead, "schedule": str(point.schedule)}
@@ -62,14 +75,33 @@ def plan_as_json(answer: Answer) -> dict[str, Any]:
         "overhead": plan.overhead,
         "gap": plan.gap,
         "schedule": str(plan.schedule),
+        "offload": _moves_as_json(answer),
         "resident_bytes": dict(answer.case.held_bytes),
         "stages": [
             {"name": stage.name, "output_bytes": stage.output_bytes}
             | {name: getattr(stage.keep, name) for name in of_stages}
-            | {"recomputed": number in plan.recomputed}
+            | {"recomputed": number in plan.recomputed, "moved": number in plan.moved}
             for number, stage in enumerate(plan.chain)
         ],
         "frontier": points,
+    }
+
+
+def _moves_as_json(answer: Answer) -> dict[str, Any] | None:
+    """What moves, and over which link; None without a link."""
+    plan, link = answer.plan, answer.plan.link
+    if link is None:
+        return None
+    return {
+        "out_bytes_per_second": link.out,
+        "back_bytes_per_second": link.back,
+        "latency_seconds": link.latency,
+        "room_bytes": link.room_bytes,
+        "carried_share": plan.carried_share,
+        "moved_stages": len(plan.moved),
+        "host_bytes": plan.host_bytes,
+        "stall_seconds": plan.stall_seconds,
+        "overhead_without_moves": None if answer.staying is None else answer.staying.overhead,
     }
 
 
@@ -98,7 +130,8 @@ def answer_pictures(answer: Answer) -> Iterator[tuple[Path, Callable[[Path], Non
     """Where to save the pictures that were asked for, and what saves them."""
     plan, reserved, options, gpu = answer.plan, answer.reserved_bytes, answer.case.options, answer.case.accelerator
     title = options.model.rpartition(".")[2].rpartition(":")[2]
-    if options.model_arguments:  # all models of timm come from ``create_model``: arguments say which one
+    # All models of timm come from ``create_model``: arguments say which one.
+    if options.model_arguments:
         title += f"({', '.join(str(value) for _, value in options.model_arguments)})"
     shapes = ["×".join(map(str, spec.shape)) or "scalar" for spec in options.inputs]
     title += f", {' and '.join(shapes)}"
@@ -107,7 +140,9 @@ def answer_pictures(answer: Answer) -> Iterator[tuple[Path, Callable[[Path], Non
         yield options.plot, partial(figure.savefig, dpi=200)
     if options.plot_curve is not None and answer.frontier is not None:
         limits = {} if gpu is None else {gpu.name: gpu.memory_bytes}
-        figure = plot_frontier(answer.frontier, reserved_bytes=reserved, limits=limits, title=title)
+        figure = plot_frontier(
+            answer.frontier, reserved_bytes=reserved, limits=limits, staying=answer.staying_frontier, title=title
+        )
         yield options.plot_curve, partial(figure.savefig, dpi=200)
     if options.draw is not None:
         yield options.draw, draw_chain(plan.chain, answer.profile.stages, schedule=plan.schedule, title=title).save

@@ -24,14 +24,16 @@ from lightning_rotor.report.command_plan import advice_for, answer_to, find_batc
 from lightning_rotor.report.figures import PlotError, new_figure
 
 _FAILED = 2
-_WIDTH = 100  # where there is no terminal
+# Where there is no terminal, as in a pipe or a log. rich would take 80 there.
+_WIDTH = 100
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-rotor") -> int:
     """Run the command line of ``program``; returns 0, or 2 if there is no plan. Messages go to the error stream."""
     try:
         options = parsed_options(arguments, program)
-    except SystemExit as end:  # argparse has said what is wrong, or helped
+    except SystemExit as end:
+        # argparse has said what is wrong, or helped.
         return end.code if isinstance(end.code, int) else _FAILED
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "lightning-ro
             _say(f"warning: {warning.message}")
     except KeyboardInterrupt:
         return 130
-    except Exception as error:  # the user's model can raise anything
+    # The user's model can raise anything.
+    except Exception as error:
         if options.traceback:
             traceback.print_exception(error)
         message = f"{type(error).__name__}: {error} (--traceback shows where)"
@@ -60,7 +63,8 @@ def _run(options: Namespace) -> None:
         sizes = find_batch_sizes(options)
         _write(batch_sizes_as_json(sizes, options.model) if options.json else [sizes])
         return
-    _check_pictures(options)  # an error before minutes of measuring
+    # An error comes before minutes of measuring.
+    _check_pictures(options)
     answer = answer_to(options)
     _write(plan_as_json(answer) if options.json else answer_tables(answer))
     for path, save in answer_pictures(answer):
@@ -76,6 +80,7 @@ def _check_pictures(options: Namespace) -> None:
     drawn = [path for path in (options.plot, options.plot_curve) if path is not None]
     if drawn:
         new_figure(1, 1)
+    # Drawings of stages are SVG that rich writes, and need no matplotlib.
     for path in (*drawn, options.draw):
         if path is None:
             continue

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from lightning_rotor import __version__
 from lightning_rotor.errors import RotorError
+from lightning_rotor.link import Link
+from lightning_rotor.offload import Offload, is_speed, parse_offload, parse_speed
 from lightning_rotor.profiling.accelerators import GPUS
 from lightning_rotor.profiling.input_spec import InputSpec
 from lightning_rotor.report.named_models import assignment, did_you_mean
@@ -22,6 +24,7 @@ _EXAMPLES = """
 examples:
   %(prog)s --model torchvision.models.resnet101 --input 64x3x224x224 --budget 4GiB
   %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --optimizer adamw --curve
+  %(prog)s --model gpt.py:large --input 8x1024:int64 --gpu H100 --budget 40GiB --offload 50GB/s
   %(prog)s --model torchvision.models.vit_b_16 --input 32x3x224x224 --gpu T4 --json
   %(prog)s --model torchvision.models.resnet50 --input 64x3x224x224 --gpu T4 --batch-sizes
 """
@@ -50,6 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         known = re.findall(r"--[a-z][a-z-]*", self.format_help())
+        # argparse tells of a misspelled option only that another one is missing, or that this one is unrecognized.
         for word in self._given:
             option = word.partition("=")[0]
             if option.startswith("--") and not any(each.startswith(option) for each in known):
@@ -84,10 +88,12 @@ def parsed_options(arguments: Sequence[str] | None, program: str) -> Namespace:
     _add_advice_options(advise)
     options: Namespace
     options, unknown = parser.parse_known_args(arguments)
+    # By the command's own parser, whose options are those that may have been meant.
     if unknown:
         (plan if options.command == "plan" else advise).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command == "advise":
         return options
+    # Who describes a device wants an estimate for it: on one that is here, the step is measured.
     described = [name for name in ("gpu", "flops", "bandwidth") if getattr(options, name) is not None]
     options.device = options.device or ("meta" if described else "cpu")
     if described and options.device != "meta":
@@ -120,6 +126,11 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not possible: expected a positive number, such as 500 or 60e12")
 
     return read
+
+
+def _offload(text: str) -> Link | Offload | None:
+    """A link of a given speed, or where plans may move what stages hold."""
+    return Link(*parse_speed(text)) if is_speed(text) else parse_offload(text)
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
@@ -167,6 +178,11 @@ def _add_options(plan: argparse.ArgumentParser) -> None:
     ask("--budget", metavar="SIZE", help=said)
     said = "the budget is for activations and new gradients alone, as with Checkpointable"
     ask("--activations-only", action="store_true", help=said)
+    said = (
+        "plans may move what stages hold as well: host or host:64GiB (the default; of --gpu by its data sheet), "
+        "disk:/a/folder from the cpu, or over a link of 50GB/s or 170/410GB/s (out, back)"
+    )
+    ask("--offload", nargs="?", const="host", type=_reading(_offload), metavar="WHERE", help=said)
 
     ask = plan.add_argument_group("the device").add_argument
     said = "cpu or cuda: measure there; meta: estimate from shapes for --gpu (default: meta with --gpu, or else cpu)"

@@ -21,6 +21,7 @@ def plot_frontier(
     *,
     reserved_bytes: int = 0,
     limits: Mapping[str, int] | None = None,
+    staying: Frontier | None = None,
     title: str | None = None,
 ) -> Figure:
     """Draw what every budget costs in time.
@@ -29,6 +30,7 @@ def plot_frontier(
         frontier: The curve.
         reserved_bytes: What the process holds besides activations, added to the budgets.
         limits: Sizes to mark by name, such as memories of devices, in the units of the axis.
+        staying: The curve of plans that move nothing, drawn beside one of plans that may.
         title: Above the picture.
     Returns:
         A figure that belongs to no window: save it with ``figure.savefig(path)``.
@@ -44,14 +46,7 @@ def plot_frontier(
     # With room on the left, so that the least budget is seen to be an end.
     left = max(0, least_bytes - 0.2 * span_bytes) / unit
     right = (1.02 * most_bytes + 0.06 * span_bytes) / unit
-    budgets = []
-    percents = []
-    for point in frontier:
-        budgets.append((reserved_bytes + point.peak_bytes) / unit)
-        percents.append(100 * point.overhead)
-    # The last step goes on to the right border.
-    budgets.append(right)
-    percents.append(percents[-1])
+    budgets, percents = _line(frontier, reserved_bytes, unit, right)
     full, pale = PHASE_COLOURS["forward"]
     axes.axvspan(
         left,
@@ -65,6 +60,14 @@ def plot_frontier(
     # In steps: between two points, a budget has the schedule of the smaller one.
     axes.plot(budgets, percents, drawstyle="steps-post", color=full, linewidth=1.4)
     axes.fill_between(budgets, percents, step="post", color=pale, alpha=0.45, linewidth=0)
+    highest = max(percents)
+    if staying is not None:
+        staying_budgets, staying_percents = _line(staying, reserved_bytes, unit, right)
+        label = "without moves"
+        axes.plot(
+            staying_budgets, staying_percents, "--", drawstyle="steps-post", color="0.35", linewidth=1.1, label=label
+        )
+        highest = max(highest, *staying_percents)
     _mark(axes, frontier, reserved_bytes, unit)
     colours = cycle(LINE_COLOURS)
     for name, size_bytes in (limits or {}).items():
@@ -75,10 +78,18 @@ def plot_frontier(
             label = f"{name}: {format_bytes(size_bytes)}"
             axes.axvline(place, color=colour, linewidth=0.9, linestyle="--", label=label)
     # A curve of a single point without recomputation would give an axis of no height.
-    axes.set(xlim=(left, right), ylim=(0, 1.12 * max(percents) or 1.0))
+    axes.set(xlim=(left, right), ylim=(0, 1.12 * highest or 1.0))
     axes.set(xlabel=f"memory budget ({unit_name})", ylabel="recomputation (% of the step)")
     add_legend(figure, title)
     return figure
+
+
+def _line(frontier: Frontier, reserved_bytes: int, unit: int, right: float) -> tuple[list[float], list[float]]:
+    """Budgets in units of the axis, and percents of overhead."""
+    budgets = [(reserved_bytes + point.peak_bytes) / unit for point in frontier]
+    percents = [100 * point.overhead for point in frontier]
+    # The last step goes on to the right border.
+    return [*budgets, right], [*percents, percents[-1]]
 
 
 class _Spot(NamedTuple):

@@ -93,6 +93,7 @@ def optimizers_for(model: nn.Module, text: str) -> list[torch.optim.Optimizer]:
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
             kinds[kind.__name__.lower()] = kind
+    # Whatever the user's case: classes are AdamW and SGD, and command lines are written small.
     if name.lower() not in (*kinds, "none"):
         raise ModelError(
             f"optimizer {name!r} is unknown: expected one of {', '.join(sorted(kinds))}, or none"

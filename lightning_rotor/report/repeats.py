@@ -41,6 +41,8 @@ def stage_keys(chain: Chain, details: Sequence[Hashable]) -> list[Hashable]:
 
 def folded(keys: Sequence[Hashable], *, longest: int = 64) -> list[Run]:
     """Repetitions, greedily from the left: the one that leaves out most, the shortest of those, up to ``longest``."""
+    # Each start tries each length, so without a bound the time would grow with the cube of the chain's length. Models
+    # repeat blocks of few stages.
     runs: list[Run] = []
     start = 0
     while start < len(keys):

@@ -20,14 +20,15 @@ from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.report.stage_names import from_to, shortened, times
 from lightning_rotor.schedule import Item, Leaf, schedule_line
 from lightning_rotor.shown import cell, printable, table_of
-from lightning_rotor.simulator import held_by_stage
-from lightning_rotor.units import format_bytes, format_seconds
+from lightning_rotor.simulator import held_by_stage, traffic
+from lightning_rotor.units import format_bytes, format_seconds, format_speed
 
 _BAR_WIDTH = 24
 _MOST_ROWS = 24
 _MODULES_WIDTH = 46
 
 
+# Here and not as methods of a plan: planning imports neither torch nor rich.
 @table_of.register
 def _(plan: Plan) -> Group:
     return Group(plan_table(plan), stage_table(plan))
@@ -85,12 +86,15 @@ def plan_table(
     table.add_section()
     # What is recomputed?
     table.add_row("Recomputed", f"{len(plan.recomputed)} of {_stages(plan)}")
+    # Also where nothing is moved: who has asked for it wants to know why.
     if plan.link is not None:
-        table.add_row("Moved", _moved(plan, plan.link))
+        table.add_row("Moved", _moved(plan))
+        table.add_row("Link", _link(plan, plan.link))
     if plan.inverted:
         table.add_row("Inverted", f"{len(plan.inverted)} of {_stages(plan)}, whose input is rebuilt from their output")
     withheld = [stage for stage in plan.chain if stage.not_inverted]
     if withheld:
+        # One reason says enough, as mostly all have the same.
         last = withheld[-1]
         table.add_row("Not inverted", cell(f"{len(withheld)}, such as {last.name!r}: {last.not_inverted}"))
     table.add_row("Schedule, recomputed in ()", schedule_line(plan.schedule))
@@ -101,17 +105,28 @@ def plan_table(
     return table
 
 
-def _moved(plan: Plan, link: Link) -> str:
-    """The stages that a plan moves, and the speed of the link."""
-    speed = f"the link carries {format_bytes(link.out)}/s out and {format_bytes(link.back)}/s back"
-    # The speed in any case: a slow link is why nothing moves.
+def _moved(plan: Plan) -> str:
+    """The stages that a plan moves, and what the step waits for that."""
     if not plan.moved:
-        return f"none of {_stages(plan)}; {speed}"
+        return f"none of {_stages(plan)}"
     waits = "no waits"
     if plan.stall_seconds:
         waits = f"{format_seconds(plan.stall_seconds)} of waits"
     moved = f"{len(plan.moved)} of {_stages(plan)}"
-    return f"{moved}, {format_bytes(plan.host_bytes)} elsewhere; {speed}, {waits}"
+    return f"{moved}, {format_bytes(plan.host_bytes)} elsewhere, {waits}"
+
+
+def _link(plan: Plan, link: Link) -> str:
+    """The speed of the link, what that is beside the peak, and how busy the plan keeps it."""
+    # In any case: a slow link is why nothing moves.
+    speed = f"{format_speed(link.out)} out and {format_speed(link.back)} back"
+    if link.out == link.back:
+        speed = f"{format_speed(link.out)} each way"
+    carried = f"{speed}: in a forward {plan.carried_share or 0.0:.0%} of the peak without recomputation"
+    if not plan.moved:
+        return carried
+    copies = traffic(plan.chain, plan.schedule, plan.conditions)
+    return f"{carried}; busy {copies.busy('out'):.0%} of the forward, {copies.busy('back'):.0%} of the backward"
 
 
 def _add(table: Table, rows: Iterable[tuple[str, str]]) -> None:
@@ -129,6 +144,7 @@ def _stages(plan: Plan) -> str:
 
 def _limit(limit_bytes: int, peak_bytes: int, reserved_bytes: int) -> str:
     limit = format_bytes(limit_bytes)
+    # Nothing fits, and on_infeasible lets training go on.
     if limit_bytes < peak_bytes:
         return f"{limit}, which no plan keeps: this one takes least"
     if reserved_bytes:
@@ -150,6 +166,7 @@ def _peak(peak_bytes: int, final_peak_bytes: int, measured_peak_bytes: int | Non
 
 def _overhead(plan: Plan, measured: float | None) -> str:
     """Time that recomputation adds, by the time of the planned modules without it: measured, or as planned."""
+    # The predicted one is a sum of stages' seconds, which knows no caches and no waiting for the host.
     if measured is None:
         return f"{100 * plan.overhead:.1f} %, predicted"
     return f"{100 * measured:.1f} %, measured"
@@ -198,6 +215,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     held_bytes = held_by_stage(plan.chain, plan.schedule)
     again_seconds = [0.0] * len(plan.chain)
     for event in plan.simulation.events:
+        # Added up, since a stage runs again once for each segment that it is in.
         if event.phase == "recompute":
             again_seconds[event.stage] += event.seconds
 
@@ -246,13 +264,24 @@ def _treatment(chain: Chain, item: Item) -> str:
     return f"recompute, up to {times(item.depth)}"
 
 
-def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: int = 14) -> Table:
-    """Table of budgets against their time, ``reserved_bytes`` of the process added, for ``rich.print``."""
+def frontier_table(
+    frontier: Frontier,
+    *,
+    reserved_bytes: int = 0,
+    most_rows: int = 14,
+    staying: Frontier | None = None,
+) -> Table:
+    """Table of budgets against their time, ``reserved_bytes`` of the process added, for ``rich.print``.
+
+    ``staying`` is the curve of plans that move nothing; with it, each budget also says what those would cost.
+    """
     rows = frontier.thinned(most_rows)
     worst = rows[0].overhead
     table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
     for name in ("budget", "overhead", "step"):
         table.add_column(name, justify="right", no_wrap=True)
+    if staying is not None:
+        table.add_column("without moves", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, min_width=_BAR_WIDTH)
     table.add_column("", no_wrap=True)
     marked = {"least": rows[0], "knee": frontier.knee}
@@ -267,11 +296,13 @@ def frontier_table(frontier: Frontier, *, reserved_bytes: int = 0, most_rows: in
             bar = "█" * round(_BAR_WIDTH * point.overhead / worst)
         # One point may be several of them: the least budget is the knee of a short curve.
         notes = [note for note, marked_point in marked.items() if marked_point == point]
-        table.add_row(
+        cells = [
             format_bytes(reserved_bytes + point.peak_bytes),
             f"{point.overhead:.2%}",
             format_seconds(point.seconds),
-            bar,
-            ", ".join(notes),
-        )
+        ]
+        if staying is not None:
+            fits = staying[0].peak_bytes <= point.peak_bytes
+            cells.append(f"{staying.at(point.peak_bytes).overhead:.2%}" if fits else "no plan")
+        table.add_row(*cells, bar, ", ".join(notes))
     return table

@@ -23,8 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_rotor.errors import RotorError
 
@@ -61,6 +60,10 @@ class Namespace:
 
 Key: TypeAlias = tuple[Namespace | None, str]
 """A skip connection: its namespace, or None, and its name."""
+_ByKey: TypeAlias = dict[Key, Any]
+_ByName: TypeAlias = dict[str, Any]
+"""Tensors of one layer, which knows its skip connections by their names alone."""
+_Commands: TypeAlias = Generator[Any, Any, Any]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -69,7 +72,7 @@ class stash:  # noqa: N801 - used like a statement: ``yield stash("skip", x)``
     """Command of a skippable layer: keep a tensor, or None, under a name for the layer that pops it."""
 
     name: str
-    tensor: torch.Tensor | None
+    tensor: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +86,7 @@ class _Plainly(threading.local):
     """Tensors that plain calls have stashed and not popped yet, by thread, as each has its own forward."""
 
     def __init__(self) -> None:
-        self.tensors: dict[Key, torch.Tensor | None] = {}
+        self.tensors: _ByKey = {}
 
 
 _plainly = _Plainly()
@@ -141,18 +144,20 @@ class Skippable(nn.Module):
                 f"{type(self).__name__} pops {_listed(missing)}, which no layer has stashed: run the layers that do "
                 "before it, and check with verify_skippables(module)"
             )
+        # Before the layer runs: the table must not hold what the layer is done with, as a plan would not either.
         popped = {key: tensors.pop(key) for key in keys}
         output, stashed = self.threaded(input, popped)
         tensors.update(stashed)
         return output
 
-    def threaded(self, input: Any, popped: dict[Key, Any]) -> tuple[Any, dict[Key, Any]]:
+    def threaded(self, input: Any, popped: _ByKey) -> tuple[Any, _ByKey]:
         """Output of the user's forward and all that it stashes; a SkipError if the layer breaks its declaration."""
         waiting = {name: tensor for (_, name), tensor in popped.items()}
-        stashed: dict[str, Any] = {}
+        stashed: _ByName = {}
         # The next class in the order of resolution is the user's.
         running = super().forward(input)
         output = running
+        # A forward that yields nothing returns its output. If it has declared something, that is missed below.
         if isinstance(running, Generator):
             output = self._follow(running, waiting, stashed)
         # The generator's frame may hold what the forward computed.
@@ -164,7 +169,7 @@ class Skippable(nn.Module):
             stashed_by_key[self._skip_namespaces.get(name), name] = tensor
         return output, stashed_by_key
 
-    def _follow(self, running: Generator[Any, Any, Any], waiting: dict[str, Any], stashed: dict[str, Any]) -> Any:
+    def _follow(self, running: _Commands, waiting: _ByName, stashed: _ByName) -> Any:
         """Carry out the forward's commands until it returns; returns its result."""
         answer: Any = None
         while True:
@@ -207,6 +212,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             raise SkipDeclarationError(
                 f"{argument}={names!r} is a string: expected a list of names, {argument}=[{names!r}]"
             )
+    # Once, as they may be generators, and the decorator may be used for several classes.
     stashable, poppable = frozenset(stash), frozenset(pop)
 
     def extend(module_class: type[_Module]) -> type[_Module]:
@@ -259,6 +265,7 @@ def verify_layers(layers: Sequence[tuple[str, nn.Module]]) -> None:
 
 
 def _layers(module: nn.Sequential, prefix: str) -> Iterable[tuple[str, nn.Module]]:
+    # Not named_children, which names a layer once that stands in two places.
     for name, child in module._modules.items():
         # A container with a forward of its own is one layer: only it knows in which order its children run.
         if isinstance(child, nn.Sequential) and type(child).forward is nn.Sequential.forward:
@@ -274,6 +281,7 @@ def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
     for layer_name, layer in layers:
         if not isinstance(layer, Skippable):
             continue
+        # One name of one namespace is one value of the chain, which is made once.
         both = layer.stashable_names & layer.poppable_names
         for name in sorted(both):
             complaints.append(f"{layer_name!r} declared {name!r} both as stashable and as poppable")
@@ -294,6 +302,7 @@ def _complaints(layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
                 complaints.append(f"{layer_name!r} declared {name!r} as poppable but it was not stashed")
                 continue
             popped.add(key)
+    # Plain calls would hold what nobody pops until it is stashed again, through the whole step.
     # Namespaces have no order that means anything, so names alone decide.
     left = sorted(name for _, name in stashed - popped)
     complaints += [f"no module declared {name!r} as poppable but stashed" for name in left]

@@ -34,6 +34,7 @@ def draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 class DrawsSeen(private.TorchDispatchMode):
     """Notes from which of torch's generators operations of this thread draw, by kind."""
 
+    # Else torch raises an error where the mode meets one, such as flex_attention's.
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
@@ -110,6 +111,7 @@ def drawn_since(
         now = before.now()
         again()
         drawn &= now.changed()
+    # A thread that draws all the time has moved them in each of these runs. Equal runs of the code alone end alike.
     doubtful = drawn - frozenset(certain)
     mixed = {kind for kind in doubtful if _moves_differently(kind, before, again)}
     mixed |= repeated - drawn

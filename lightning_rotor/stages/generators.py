@@ -85,11 +85,13 @@ class GeneratorStates:
             if kind == self._device_generator:
                 assert self.device is not None
                 return kind_of(self.device).generator_state(self.device)
+            # A tensor of 5 kB, which would count among the bytes of a stage that is being measured.
             state = torch.get_rng_state()
             return state if self._counted else uncounted_copy(state)
 
     def now(self) -> GeneratorStates:
         """The state of the same generators at this moment."""
+        # Without a device it would ask for the one in use, whose generator is none of these.
         return GeneratorStates(self.device or torch.device("cpu"), kinds=self.kinds)
 
     def changed(self) -> frozenset[str]:
@@ -152,6 +154,7 @@ def seeded(
     before = GeneratorStates(device, host=host)
     if host:
         random.seed(seed)
+        # NumPy takes 32 bits, and the seed may have 63.
         np.random.seed(seed % 2**32)  # noqa: NPY002  (the one that users' code shares)
     torch.default_generator.manual_seed(seed)
     # torch.manual_seed would seed every device, also those whose states are not put back here.

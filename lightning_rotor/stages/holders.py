@@ -200,6 +200,7 @@ ENTRIES = _by_name(_read_entry, dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace."""
 CLASS_ENTRIES = _by_name(_read_class, setattr, delattr)
 """Some attributes of a class."""
+# Past the class's own __setattr__: that of a frozen dataclass refuses.
 SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
 ATTRIBUTE = _by_name(_read_attribute, setattr, delattr)
 OWN_THREAD = _by_name(_read_local, _write_local, _remove_local)

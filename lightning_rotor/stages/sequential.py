@@ -99,6 +99,7 @@ class Stage:
     def direct_reads(self) -> Iterator[tuple[nn.Module, str]]:
         """Parameters, buffers and attributes that it reads without calling their module: who has them, and the name."""
         for module in self.modules:
+            # Slices of a graph alone: a module of the user's reads what it has when it is called.
             if attribute_of(module, _CALLED) is not None:
                 yield from module.reads  # type: ignore[misc]
 

@@ -260,6 +260,7 @@ class Snapshot:
         if is_known or isinstance(module, torch.jit.ScriptModule):
             return
         attributes = module.__dict__
+        # Its class may hold data that all its objects share, such as a counter.
         self._pending.append(type(module))
         self._kept.append((NAMESPACE, attributes, dict(attributes)))
         self._keep(DICT, attributes["_buffers"], dict(attributes["_buffers"]))
@@ -284,6 +285,7 @@ class Snapshot:
             self._pending += entries.values()
 
     def _set(self, value: Any) -> None:
+        # Its entries are not followed: they have a hash, and what may change seldom has one.
         # set() calls no method of a subclass.
         self._kept.append((SET, value, set(value)))
 
@@ -293,6 +295,7 @@ class Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         # Without values, without a version, or copied by others (kept_parameters).
+        # torch counts no versions in inference mode, so nothing would tell of a change.
         if is_fake(tensor) or tensor.is_inference() or isinstance(tensor, nn.Parameter):
             return
         # Of what requires a gradient, a copy that is written back would be an operation of autograd's.

@@ -56,6 +56,7 @@ class MicroBatchLogs:
             # Micro-batches run in the order of the schedule.
             ordered = sorted(logs, key=lambda log: log.number)
             options = ordered[0].options
+            # Where one is missing, Lightning finds the rows of the whole batch itself.
             batch_sizes = [log.options.get("batch_size") for log in ordered]
             if all(batch_sizes):
                 options["batch_size"] = sum(batch_sizes)
@@ -65,11 +66,13 @@ class MicroBatchLogs:
             self._model.log(name, value, **options)
 
     def _note(self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, **options: Any) -> None:
+        # The layer has logged when it ran first.
         if is_recomputing():
             return
         metric = None
         if isinstance(value, Metric):
             metric = value
+            # Now, as the next micro-batch's forward puts its own in the place.
             value = private.last_value(metric)
         elif isinstance(value, torch.Tensor):
             value = value.detach()

@@ -53,6 +53,7 @@ def train_batch(
     # Only gradients that are to be zeroed or averaged are taken away; the others add up where they are.
     apart: list[torch.Tensor] = []
     if is_first_of_accumulation or replicas is not None:
+        # Parameters of other processes are on meta, and get their gradients there.
         apart = [parameter for parameter in model.parameters() if not parameter.is_meta]
     before = _taken(apart)
     if is_first_of_accumulation:
@@ -60,6 +61,7 @@ def train_batch(
         before.clear()
     with logs.caught():
         number = epoch.total_batch_idx
+        # Lightning divides the loss by the accumulated batches behind training_step, which is too late here.
         results, loss = pipelined.train(run, batch, number=number, scale=1 / accumulated)
     if replicas is not None:
         _average(apart, replicas)
@@ -93,6 +95,7 @@ def _average(parameters: Sequence[torch.Tensor], replicas: dist.ProcessGroup) ->
     """Let gradients be the mean over copies of the pipeline."""
     for parameter in parameters:
         if parameter.grad is not None:
+            # The sum first: gloo knows no mean.
             dist.all_reduce(parameter.grad, group=replicas)
             parameter.grad.div_(dist.get_world_size(replicas))
 

@@ -65,6 +65,7 @@ class PipelineBuilder:
         optimizer_scale = 0.0
         if self._fits:
             optimizer_scale = self._optimizer_scale()
+        # The user's step runs up to the module's call, under autocast as in training.
         with self._precision.train_step_context():
             call, context = self._call_of(target, batch)
         memory_bytes = None
@@ -74,6 +75,7 @@ class PipelineBuilder:
             limit_bytes = self._loop.limit_bytes(settings.limit, ())
             memory_bytes = limit_bytes - around_bytes
 
+        # A function, as the stages are known only behind the cut.
         def state_bytes(stages: Sequence[Stage]) -> list[int]:
             return [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages]
 
@@ -95,6 +97,7 @@ class PipelineBuilder:
         # Loaders shuffle by the user's generators, and training must begin where it would without this look.
         states = GeneratorStates()
         loop = getattr(self._trainer, f"{self._task}_loop")
+        # The user's hooks run in here, and in training they run for this batch again.
         with kept_attributes(Stage("", (self._model,))):
             loop.setup_data()
             # The loop asks for another loader itself, and draws the same random numbers then.

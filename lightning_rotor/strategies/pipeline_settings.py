@@ -33,6 +33,8 @@ class PipelineSettings(PipelineOptions):
 
     def __post_init__(self) -> None:
         PipelineOptions.__post_init__(self)
+        # By the rules of every schedule alone. Those of the chosen one need the number of devices, which the Trainer
+        # brings (check_devices).
         check_numbers("gpipe", self.pipeline_stages or 1, self.micro_batches, 1)
 
     def options(self, devices: int) -> PipelineOptions:

@@ -129,6 +129,7 @@ class RotorPipelineStrategy(DDPStrategy):
     @property
     @override
     def accelerator(self) -> Any:
+        # Only for the setter, which a property cannot replace alone.
         return super().accelerator
 
     @accelerator.setter
@@ -141,6 +142,7 @@ class RotorPipelineStrategy(DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        # In the place of DDP's own setup, which would wrap the model and average all gradients over all processes.
         self.accelerator.setup(trainer)
         self._optimizer_states = {}
         # Else the group's threads outlive the interpreter, and the process aborts at exit.
@@ -211,6 +213,7 @@ class RotorPipelineStrategy(DDPStrategy):
         if model is None or replicas is None:
             return
         for buffer in model.buffers():
+            # Of the layers on other devices of this copy, their own processes share.
             if not buffer.is_meta:
                 share(buffer, replicas)
 
@@ -263,6 +266,7 @@ class RotorPipelineStrategy(DDPStrategy):
         if self._placement is None:
             super().load_optimizer_state_dict(checkpoint)
             return
+        # A checkpoint has the state of the whole model; each process takes that of the layers it has.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(self._placement.own_optimizer_state(optimizer, state))
 

@@ -42,7 +42,7 @@ def test_figures_are_those_of_data_sheets_unless_some_were_measured() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu": "H900"}, r"gpu 'H900' is unknown: expected one of B200, H200, H100"),
+        ({"gpu": "H900"}, r"gpu 'H900' is unknown: expected one of B200, H200, GH200, H100, "),
         ({"devices": 0}, "devices is 0: expected a positive integer"),
         ({"nodes": True}, "nodes is True: expected a positive integer"),
         ({"link": -1.0}, "link is -1.0: expected measured bytes per second"),

@@ -15,8 +15,8 @@ from lightning_rotor.capture.operations import (
     UntraceableError,
     is_torchs,
     name_of_function,
+    node_parts,
     require_recordable,
-    spell,
     words,
 )
 
@@ -60,7 +60,7 @@ X = torch.arange(4.0).reshape(2, 2)
 )
 def test_a_call_becomes_a_node_that_does_the_same(code: Any, expected: tuple[Any, ...]) -> None:
     function, args, _ = seen_in(code)
-    kind, target, positional = spell(function, args)
+    kind, target, positional = node_parts(function, args)
     assert (kind, target) == expected[:2]
     for argument, wanted in zip(positional, expected[2], strict=True):
         assert argument is wanted or argument == wanted

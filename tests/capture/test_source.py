@@ -29,7 +29,7 @@ def test_a_number_of_a_class_of_the_users_is_bound() -> None:
             return "evil()"
 
     source = Source()
-    assert source.spell((Odd(3), 3)) == "(c0, 3, )"
+    assert source.argument((Odd(3), 3)) == "(c0, 3, )"
 
 
 def test_equal_source_is_compiled_once() -> None:

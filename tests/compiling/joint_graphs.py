@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from lightning_rotor.compiling.joint_graph import Stages, stages_of
+from lightning_rotor.compiling.joint_graph import Stages, stages_of_joint_graph
 from lightning_rotor.private.partitioning import parts_of
 
 Seen = TypeVar("Seen")
@@ -40,7 +40,7 @@ def looked_at(net: nn.Module, look: Callable[[Stages], Seen]) -> Seen:
     answers: list[Seen] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        answers.append(look(stages_of(joint, parts_of(joint, num_fwd_outputs, ()))))
+        answers.append(look(stages_of_joint_graph(joint, parts_of(joint, num_fwd_outputs, ()))))
         return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
 
     def run_as_it_is(graph: Any, _: Any) -> Any:

@@ -199,7 +199,7 @@ def test_normalization_in_training_reads_no_statistics() -> None:
     assert [name for _, name, _ in slots_read(state)] == ["weight"]
     norm.eval()
     assert {name for _, name, _ in slots_read(state)} == {*norm._buffers, "weight"}
-    read = TensorsRead(slots_read(state), state.spell)
+    read = TensorsRead(slots_read(state), state.name_of_tensor)
     norm.running_mean += 1  # type: ignore[operator]
     with pytest.raises(ExecutionError, match="buffer 'running_mean' of BatchNorm1d changed in a segment"):
         read.require_untouched()

@@ -82,10 +82,10 @@ def test_a_buffer_that_another_stage_updates_is_not_read_as_it_is() -> None:
 def test_names_in_messages_are_the_users() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     state = SegmentState(parametrized=(net[0],), buffered=(net[1],))
-    assert state.spell(net[0]._parameters, "weight") == "parameter 'weight' of Linear"
+    assert state.name_of_tensor(net[0]._parameters, "weight") == "parameter 'weight' of Linear"
     rooted = SegmentState(parametrized=(net[0],), buffered=(net[1],), root=(net, "trunk"))
-    assert rooted.spell(net[0]._parameters, "weight") == "parameter 'trunk.0.weight'"
-    assert rooted.spell(net[1]._buffers, "running_mean") == "buffer 'trunk.1.running_mean'"
+    assert rooted.name_of_tensor(net[0]._parameters, "weight") == "parameter 'trunk.0.weight'"
+    assert rooted.name_of_tensor(net[1]._buffers, "running_mean") == "buffer 'trunk.1.running_mean'"
     assert (state + rooted).root == (net, "trunk")
 
 

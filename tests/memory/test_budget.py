@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -25,6 +26,25 @@ def test_a_budget_is_what_a_limit_leaves() -> None:
     budget = Budget(600, gradients_exist=True, lingering_bytes=5, reserved_bytes=400)
     assert budget.limit_bytes == 1000
     assert budget.conditions == {"gradients_exist": True, "lingering_bytes": 5}
+
+
+def test_a_plan_that_fits_may_be_foreseen_to_exceed_the_limit_and_that_is_no_error() -> None:
+    costs = chain()
+    fastest = Budget(10 * costs.kept_bytes).plan(costs)
+    size_bytes = fastest.peak_bytes
+    # Steps take ten bytes more than is reserved, whatever the plan.
+    foreseen = Budget(size_bytes, reserved_bytes=5, foresight=lambda plan: plan.peak_bytes + 15)
+    assert foreseen.foresees_excess(fastest)
+    assert foreseen.plan(costs).peak_bytes + 15 <= foreseen.limit_bytes
+    assert not Budget(size_bytes, reserved_bytes=5).foresees_excess(fastest)
+    # Small beside the budget: nobody looks.
+    roomy = Budget(2 * size_bytes, foresight=lambda _: pytest.fail("asked"))
+    assert not roomy.foresees_excess(fastest)
+    # Where nothing keeps what is only foreseen, the step decides, and training goes on.
+    hopeless = Budget(size_bytes, foresight=lambda plan: 2 * size_bytes)
+    assert hopeless.plan(costs).schedule == fastest.schedule
+    # The first step of a size begins with the plan that takes least.
+    assert replace(hopeless, is_new_size=True).plan(costs).peak_bytes == least_bytes(costs)
 
 
 def test_a_budget_is_reduced_for_a_reason_and_the_limit_stays() -> None:

@@ -131,6 +131,27 @@ def test_an_excess_raises_what_is_known_of_the_same_calls_with_other_sizes() -> 
     assert unknown not in around._measured
 
 
+def test_what_seems_to_lie_around_calls_with_bounds_on_costs_is_too_little_for_measured_ones() -> None:
+    around, module = AroundCalls(Limit(MUCH)), Module("net")
+    module.has_bounds = True
+    bounded = path(module, rows=8)
+    assert learned(around, bounded, MUCH)
+    module.has_bounds = False
+    exact = path(module, rows=16)
+    assert around.of(exact, chains_of(exact), is_exact=True) is None
+    # Once costs of a path were measured, what it has shown beside bounds serves no more.
+    again = path(module, rows=8)
+    assert around.of(again, chains_of(again), is_exact=False) is not None
+    assert around.of(again, chains_of(again), is_exact=True) is None
+    assert learned(around, again, MUCH)
+    assert not learned(around, again, MUCH)
+    found = around.of(exact, chains_of(exact), is_exact=True)
+    assert found is not None
+    assert found.is_exact
+    # And serves for bounds: those have too much already.
+    assert around.of(bounded, chains_of(bounded), is_exact=False) is not None
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_call_that_moves_brings_its_link_into_the_step(moves: bool) -> None:
     module = Module("net")

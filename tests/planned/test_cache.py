@@ -66,15 +66,15 @@ def test_sizes_in_between_are_estimated_and_far_ones_are_measured() -> None:
     net = Checkpointable(nn.Sequential(*(nn.Linear(8, 8), nn.Tanh()) * 3), torch.randn(16, 8), show_progress=False)
     plans, measurements = net._planned.plans, Measurements()
     for rows in (16, 24):
-        signature, value = plans.bind((torch.randn(rows, 8),), {})
+        signature, value = plans.signature_and_input((torch.randn(rows, 8),), {})
         measurements.add(signature, plans.measure(signature, value).profile)
-    between, _ = plans.bind((torch.randn(20, 8),), {})
+    between, _ = plans.signature_and_input((torch.randn(20, 8),), {})
     estimate = measurements.estimate(between)
     assert estimate is not None
     assert estimate.is_near
     truth = plans.measure(between, torch.randn(20, 8)).profile.chain
     assert truth.kept_bytes <= estimate.profile.chain.kept_bytes <= 1.1 * truth.kept_bytes
-    far, _ = plans.bind((torch.randn(64, 8),), {})
+    far, _ = plans.signature_and_input((torch.randn(64, 8),), {})
     assert measurements.estimate(far) is None
     measurements.keep_only(lambda _: False)
     assert measurements.estimate(between) is None
@@ -109,7 +109,7 @@ def entries_by_rows(*overheads: tuple[int, bool], net: Checkpointable = NET) -> 
     plans = net._planned.plans
     entries = []
     for rows, is_lean in overheads:
-        signature, value = plans.bind((torch.randn(rows, 8),), {})
+        signature, value = plans.signature_and_input((torch.randn(rows, 8),), {})
         costs = plans.measure(signature, value)
         chain = costs.profile.chain
         schedule = minimum_budget(chain).schedule if is_lean else Schedule.keep_all(len(chain))
@@ -138,7 +138,7 @@ def test_a_larger_size_covers_a_smaller_one_and_tells_what_that_may_lose() -> No
 def test_sizes_are_told_apart_by_all_dimensions_and_those_of_another_recording_are_passed_over() -> None:
     small, wanted, large = entries_by_rows((8, False), (16, False), (32, False))
     foreign = entries_by_rows((8, True), (32, True), net=three_layers())
-    wider, _ = NET._planned.plans.bind((torch.randn(1, 32, 8),), {})  # another number of dimensions
+    wider, _ = NET._planned.plans.signature_and_input((torch.randn(1, 32, 8),), {})  # another number of dimensions
     around = sizes_around(wanted[0], [large, *foreign, (wider, large[1]), small])
     assert around.larger == [large[1]]
     assert around.smaller == [small[1]]

@@ -15,7 +15,7 @@ PLAIN, LEAN = Schedule.parse("0-1"), Schedule.parse("(0) 1")
 
 
 def signature(rows: int, length: int) -> Signature:
-    found, _ = NET._planned.plans.bind((torch.randn(rows, length, 8),), {})
+    found, _ = NET._planned.plans.signature_and_input((torch.randn(rows, length, 8),), {})
     return found
 
 
@@ -28,6 +28,8 @@ def test_what_is_smaller_in_every_dimension_is_covered_under_the_same_schedule()
     assert not kept.cover(signature(4, 7), PLAIN, 1000)
     assert not kept.cover(signature(4, 6), PLAIN, 1001)  # the batch has more than goes into the call
     assert not kept.cover(signature(4, 6), LEAN, 1000)
+    assert kept.knows(signature(9, 9), PLAIN)
+    assert not kept.knows(signature(4, 6), LEAN)
 
 
 def test_sizes_that_grow_in_two_dimensions_are_kept_side_by_side() -> None:

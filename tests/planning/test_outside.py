@@ -9,6 +9,7 @@ import pytest
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
+from lightning_rotor.planning.combined_chain import combined
 from lightning_rotor.planning.joint_chain import Outside, concatenated, joined
 from lightning_rotor.planning.outside import foresight, measured_outside
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
@@ -105,6 +106,31 @@ def test_a_measured_step_foretells_steps_under_other_plans(seed: int, lingering_
     for plan in (kept, least):
         assert foretold(plan) >= 1000 + real(plan).peak_bytes
         assert foretold(plan) <= 1000 + real(plan).peak_bytes + 40
+
+
+def test_around_larger_calls_lies_more_and_around_smaller_ones_no_less() -> None:
+    chain = chain_alone(1)
+    kept = scheduled(chain, Schedule.keep_all(len(chain)))
+    around = Outside(after_bytes=50, loss_bytes=20)
+    real = simulate(joined([""], [chain], [around]), concatenated([kept.schedule]))
+    foretold = foresight(kept, [0], phases_of_one(real, len(chain), 0), 0)
+    assert foretold is not None
+    for factor, expected in ((1, around), (3, around.scaled(3))):
+        other = combined(
+            (chain,),
+            of_bytes=lambda values, factor=factor: factor * values[0],
+            of_seconds=lambda values: values[0],
+        )
+        plan = scheduled(other, Schedule.keep_all(len(other)))
+        peak_bytes = simulate(joined([""], [other], [expected]), concatenated([plan.schedule])).peak_bytes
+        assert peak_bytes <= foretold(plan) <= peak_bytes + 40 * factor
+    smaller = scheduled(chain, Schedule.keep_all(len(chain)))
+    large = combined((chain,), of_bytes=lambda values: 3 * values[0], of_seconds=lambda values: values[0])
+    large_plan = scheduled(large, Schedule.keep_all(len(large)))
+    large_real = simulate(joined([""], [large], [around]), concatenated([large_plan.schedule]))
+    of_large = foresight(large_plan, [0], phases_of_one(large_real, len(large), 0), 0)
+    assert of_large is not None
+    assert of_large(smaller) >= real.peak_bytes
 
 
 def test_the_call_with_most_around_it_counts() -> None:

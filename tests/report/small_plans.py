@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from lightning_rotor.chain import Chain, Option, StageCost
+from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -43,9 +44,9 @@ CHAIN = Chain(tuple(stage(number) for number in range(8)))
 KEEP_ALL = simulate(CHAIN, Schedule.keep_all(8))
 
 
-def plan_for(text: str, budget_bytes: int = 60 * MIB) -> Plan:
+def plan_for(text: str, budget_bytes: int = 60 * MIB, link: Link | None = None) -> Plan:
     schedule = Schedule.parse(text)
-    return Plan(CHAIN, schedule, budget_bytes, simulate(CHAIN, schedule), 0.0123)
+    return Plan(CHAIN, schedule, budget_bytes, simulate(CHAIN, schedule, link=link), 0.0123, link=link)
 
 
 def printed(table: object, width: int = 80) -> str:

@@ -192,6 +192,63 @@ def test_the_curve_in_json_holds_for_the_whole_process(nets: str, capsys: pytest
     assert f"({sizes[0]:,} bytes)" in capsys.readouterr().err
 
 
+# Long forwards beside what they save: a link gains something.
+WIDE = (
+    "--model-arg",
+    "width=1024",
+    "--model-arg",
+    "depth=6",
+    "--input",
+    "65536x1024",
+    "--activations-only",
+    "--budget",
+    "1700MiB",
+)
+
+
+def test_a_link_is_told_with_what_it_carries_and_gains(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [*WIDE, "--model", f"{nets}:deep"]
+    without = answer(capsys, *asked, "--gpu", "H100")
+    assert without["offload"] is None
+    data = answer(capsys, *asked, "--gpu", "H100", "--offload", "50GB/s")
+    moves = data["offload"]
+    assert moves["out_bytes_per_second"] == moves["back_bytes_per_second"] == 50e9
+    assert moves["overhead_without_moves"] == without["overhead"] > data["overhead"]
+    assert moves["moved_stages"] == sum(stage["moved"] for stage in data["stages"]) > 0
+    assert moves["host_bytes"] > 0
+    forward_seconds = sum(stage["forward_seconds"] for stage in data["stages"])
+    plain_bytes = data["plain_peak_bytes"] - data["reserved_bytes"]
+    assert moves["carried_share"] == pytest.approx(50e9 * forward_seconds / plain_bytes)
+    pictures = ("--plot", str(tmp_path / "step.png"), "--plot-curve", str(tmp_path / "curve.svg"))
+    assert main(["plan", *asked, "--gpu", "H100", "--offload", "50GB/s", "--curve", *pictures]) == 0
+    shown = capsys.readouterr().out
+    assert "50 GB/s each way: in a forward " in shown
+    assert "Moving over this link lowers the overhead from" in shown
+    assert "without moves" in shown
+
+
+def test_a_gpu_knows_its_link_and_a_limit_of_the_host_holds(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*WIDE, "--model", f"{nets}:deep")
+    moves = answer(capsys, *asked, "--gpu", "gh200", "--offload", "host:600MiB")["offload"]
+    assert (moves["out_bytes_per_second"], moves["back_bytes_per_second"]) == (170e9, 410e9)
+    assert moves["room_bytes"] == 600 * 2**20 >= moves["host_bytes"]
+    sizes = answer(capsys, *asked, "--gpu", "H100", "--offload", "50GB/s", "--batch-sizes", "32768,65536")
+    assert [size["batch_size"] for size in sizes["batch_sizes"]] == [32768, 65536]
+
+
+def test_on_the_cpu_the_link_to_a_file_is_measured(
+    nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    asked = ("--model", f"{nets}:deep", "--model-arg", "depth=3", "--input", "512x64", "--budget", "1000KiB")
+    moves = answer(capsys, *asked, "--device", "cpu", "--offload", f"disk:{folder}")["offload"]
+    assert moves["out_bytes_per_second"] > 1e6
+    assert not list(folder.iterdir())
+
+
 def test_it_saves_pictures(nets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {"--plot": tmp_path / "step.png", "--plot-curve": tmp_path / "curve.svg", "--draw": tmp_path / "net.svg"}
     asked = ["plan", "--model", f"{nets}:deep", "--model-arg", "depth=6", "--input", "512x64", "--budget", "1200KiB"]
@@ -232,6 +289,9 @@ def test_a_drawing_shows_what_the_plan_inverts(nets: str, tmp_path: Path, capsys
         (["--input", "8x64", "--draw", "/no/such/folder/a.svg"], "the picture cannot be written"),
         (["--input", "8x64", "--plot", "picture.nonsense"], "expected a name that ends in"),
         (["--input", "8x64", "--optimizer", "adamv"], "or none. Did you mean adam?"),
+        (["--input", "8x64", "--offload", "disk:/tmp"], "expected --offload host, or the speed of the link"),
+        (["--input", "8x64", "--device", "cpu", "--offload"], "these tensors are on 'cpu': expected offload=\"disk:"),
+        (["--input", "8x64", "--offload", "0GB/s"], "bandwidth of offload is '0GB/s': expected a positive number"),
         (["--input", "8x64", "--budgte", "1GiB"], "unrecognized arguments: --budgte 1GiB. Did you mean --budget?"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_rotor.planning import Frontier, plan
+from lightning_rotor.link import Link
+from lightning_rotor.planning import Frontier, frontier, plan
 from lightning_rotor.report.frontier_plot import plot_frontier
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
@@ -30,3 +31,14 @@ def test_a_frontier_of_one_point_can_be_drawn(tmp_path):
     only = Frontier((Simulation(Schedule.keep_all(1), MIB, 1.0, 0.0, 0, ()),))
     plot_frontier(only).savefig(tmp_path / "curve.png")
     assert str(only).count("1.00 MiB") == 1
+
+
+def test_the_curve_without_moves_is_a_line_beside() -> None:
+    found, staying = frontier(CHAIN, link=Link(2e9, 2e9)), frontier(CHAIN)
+    figure = plot_frontier(found, staying=staying)
+    (axes,) = figure.axes
+    assert "without moves" in legend(figure)
+    (line,) = [line for line in axes.lines if line.get_label() == "without moves"]
+    assert line.get_ydata()[0] == 100 * staying[0].overhead
+    # No point of it is cut off above.
+    assert axes.get_ylim()[1] > 100 * max(staying[0].overhead, found[0].overhead)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+import re
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.reference import baselines
 from lightning_rotor.chain import Chain
+from lightning_rotor.link import Link, Transfer
 from lightning_rotor.planning import Plan, frontier
 from lightning_rotor.report.tables import frontier_table, plan_table, stage_table
 from lightning_rotor.schedule import Schedule
-from lightning_rotor.simulator import held_by_stage, simulate
+from lightning_rotor.simulator import Traffic, held_by_stage, simulate
 from lightning_rotor.units import format_bytes
 from tests.report.small_plans import CHAIN, MIB, cells, plan_for, printed, rows
 from tests.strategies import chains, random_chain, with_skips
@@ -153,3 +155,31 @@ def test_the_frontier_is_told_with_what_the_process_holds_besides():
     assert shown[0][0] == format_bytes(1024 * MIB + found[0].peak_bytes)
     assert shown[-1][1:3] == ["0.00%", "24 ms"]
     assert {"least", "keep all"} <= {row[4] for row in shown}
+
+
+def test_a_plan_with_a_link_says_what_moves_and_what_the_link_carries() -> None:
+    found = plan_for("0>2 1> 2-7", link=Link(4e9, 1e9, latency=0.0))
+    said = rows(plan_table(found))
+    assert said["Moved"] == f"2 of 8 stages, {format_bytes(found.host_bytes)} elsewhere, 14.7 ms of waits"
+    share = f"{4e9 * 0.008 / simulate(CHAIN, Schedule.keep_all(8)).peak_bytes:.0%}"
+    assert said["Link"].startswith(f"4 GB/s out and 1 GB/s back: in a forward {share} of the peak")
+    assert re.search(r"; busy \d+% of the forward, \d+% of the backward$", said["Link"])
+    stays = rows(plan_table(plan_for("0-7", link=Link(1e9, 1e9))))
+    assert stays["Moved"] == "none of 8 stages"
+    assert "busy" not in stays["Link"]
+    assert "Link" not in rows(plan_table(plan_for("0-7")))
+
+
+def test_the_curve_says_what_plans_without_moves_cost() -> None:
+    found, staying = frontier(CHAIN, link=Link(2e9, 2e9)), frontier(CHAIN)
+    shown = cells(frontier_table(found, staying=staying))
+    for row in shown:
+        assert row[3] == "no plan" or float(row[1][:-1]) <= float(row[3][:-1])
+    assert shown[-1][3] == "0.00%"
+
+
+def test_busy_is_the_share_of_a_direction_in_its_half_of_the_step() -> None:
+    copies = (Transfer("out", 0, 1.0, 5.0), Transfer("back", 0, 4.0, 7.0))
+    shares = Traffic(copies, forward_seconds=4.0, seconds=10.0)
+    assert shares.busy("out") == 3 / 4
+    assert shares.busy("back") == 3 / 6

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rotor.link import Link
 from lightning_rotor.report.figures import PlotError
 from lightning_rotor.report.timeline import plot_timeline
+from lightning_rotor.simulator import traffic
 from tests.report.small_plans import KEEP_ALL, MIB, legend, plan_for
 
 
@@ -114,3 +116,18 @@ def test_stages_are_named_at_the_ticks_beside_them():
     figure.draw_without_rendering()
     at = dict(zip(below.get_yticks(), (label.get_text() for label in below.get_yticklabels()), strict=True))
     assert {place: name for place, name in at.items() if 0 <= place < 8} == {n: f"layer{n}" for n in range(8)}
+
+
+def test_copies_are_two_lanes_below_the_memory_and_waits_are_hatched() -> None:
+    found = plan_for("0>2 1> 2-7", link=Link(4e9, 1e9, latency=0.0))
+    assert found.stall_seconds > 0
+    _, link, stages = plot_timeline(found).axes
+    (bars,) = link.containers
+    lanes = [round(bar.get_y() + bar.get_height() / 2) for bar in bars]
+    assert lanes.count(1) == lanes.count(0) > 0
+    copies = traffic(found.chain, found.schedule, found.conditions).transfers
+    assert [bar.get_width() for bar in bars] == pytest.approx(
+        [1e3 * (copy.end_seconds - copy.begin_seconds) for copy in copies]
+    )
+    assert stages.get_ylabel() == "stage"
+    assert len(plot_timeline(plan_for("0-7", link=Link(1e9, 1e9))).axes) == 2
