@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -677,3 +678,39 @@ def test_a_schedule_that_the_user_has_chosen_stays(batch: torch.Tensor, monkeypa
     chosen = net.use(Schedule.parse(f"(0-{len(net.chain) - 2}) {len(net.chain) - 1}"))
     plans = train_timed(net, batch, [3.0], monkeypatch)
     assert all(plan is chosen for plan in plans)
+
+
+# ---------------------------------------------------------------- memory behind measuring and a step
+
+
+class Chunked(nn.Module):
+    """Containers of tensors that autograd has recorded, buffers, and a module of the user's own in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm, self.body = nn.Linear(8, 24), nn.BatchNorm1d(8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.mix(x).chunk(3, -1)
+        parts = {"a": torch.tanh(q), "b": [k, v]}
+        return self.body(self.norm(parts["a"] * parts["b"][0] + parts["b"][1]))
+
+
+def test_no_tensor_waits_for_the_garbage_collector() -> None:
+    """With all that it was computed from, it would take the first step's activations once more."""
+    module, batch = Chunked(), torch.randn(4, 8)
+    # Modules that torch imports meanwhile leave frames in cycles, once.
+    limit = tight(module, batch)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        net = Checkpointable(module, mem_limit=limit, show_progress=False)
+        net(batch).sum().backward()
+        gc.collect()
+        waiting = [value for value in gc.garbage if isinstance(value, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not waiting

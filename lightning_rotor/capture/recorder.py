@@ -135,11 +135,9 @@ class Recorder(TorchFunctionMode):
         self._writer = GraphWriter(self.calls, self.check)
         # Calls of the user's own code, with what it returned: without sizes, and with them.
         self._unknown_leaves: list[tuple[fx.Node, Any, Any]] = []
-        self.surroundings = Surroundings(root, self._path_of_recorded_code, functions)
-
-    def _path_of_recorded_code(self) -> str | None:
-        """Path of the module whose forward is running; None inside of an operation."""
-        return None if self.check.inside else self.calls.path
+        # No method of this object: in a cycle, tensors that it knows would wait for Python's garbage collector.
+        module_path = partial(_path_of_recorded_code, self.check, self.calls)
+        self.surroundings = Surroundings(root, module_path, functions)
 
     def record(self) -> Recording:
         """Run the root's forward on copies of the call's tensors, and return its operations."""
@@ -609,6 +607,11 @@ def is_recomputing() -> bool:
     """
     require_unrecorded("it asks is_recomputing(), and what it does for the answer would not be recorded")
     return passes.is_recomputing()
+
+
+def _path_of_recorded_code(check: DispatchCheck, calls: ModuleCalls) -> str | None:
+    """Path of the module whose forward is running; None inside of an operation."""
+    return None if check.inside else calls.path
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

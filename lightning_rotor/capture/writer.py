@@ -293,12 +293,15 @@ class GraphWriter:
             return self._unpack_tensor(value, node, read, fresh_objects=fresh_objects)
         if not tensors_in(value):
             return value
+        # By its id: torch's function for it is in a cycle, in which the container's tensors, and all that they were
+        # computed from, would wait for Python's garbage collector.
+        whole = id(value)
         keys: Sequence[Any]
         if type(value) is dict:
-            entries, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
+            entries, spec = tree_flatten(value, is_leaf=lambda part: id(part) != whole)
             keys = list(value)
         elif is_plain_container(value):
-            entries, spec = tree_flatten(value, is_leaf=lambda part: part is not value)
+            entries, spec = tree_flatten(value, is_leaf=lambda part: id(part) != whole)
             keys = range(len(entries))
         else:
             # Other containers have no operation that takes an entry out: the graph flattens them first.

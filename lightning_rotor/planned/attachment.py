@@ -108,11 +108,11 @@ def detach(module: nn.Module, planned: ForwardInPlace | None = None) -> None:
         module.__dict__.pop(_COMPILED, None)
 
 
-def is_attached(module: nn.Module) -> bool:
-    """True if a module runs through a planned forward."""
+def is_attached(module: nn.Module, *, besides: ForwardInPlace | None = None) -> bool:
+    """True if a module runs through a planned forward, one other than ``besides`` if given."""
     # A copy of the module has one as well, which runs it plainly.
     planned: ForwardInPlace | None = module.__dict__.get(_KEY)
-    return planned is not None and planned.active
+    return planned is not None and planned.active and planned is not besides
 
 
 class PlainForward:

@@ -108,8 +108,8 @@ class PlannedForward:
                 self._roomy_call(args, kwargs) or self._steady_call(args, kwargs) or self._prepared_call(args, kwargs)
             )
             if call is None:
-                # What was compiled is taken apart from now on, so its own code is planned in its place.
-                if self.compiled is not None and self.compiled.slot == "forward" and is_attached(module):
+                # If what was compiled is taken apart from now on, another forward plans its own code in its place.
+                if self.compiled is not None and self.compiled.slot == "forward" and is_attached(module, besides=self):
                     return module.forward(*args, **kwargs)
                 return plainly()
             source = self._source

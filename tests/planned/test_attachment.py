@@ -88,3 +88,11 @@ def test_detaching_names_whose_forward_goes() -> None:
     assert is_attached(module)
     detach(module, mine)
     assert not is_attached(module)
+
+
+def test_a_forward_tells_itself_from_another() -> None:
+    """One that is called while it is still attached, and cannot plan, must not call itself."""
+    module, mine, other = Scaled(), Doubled(), Doubled()
+    attach(module, mine)
+    assert not is_attached(module, besides=mine)
+    assert is_attached(module, besides=other)
