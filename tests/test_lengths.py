@@ -145,18 +145,18 @@ def test_questions_about_values_are_asked_with_the_sizes_of_the_call() -> None:
 
 def test_nothing_runs_for_a_third_length(monkeypatch: pytest.MonkeyPatch) -> None:
     known = KnownCuts(Net(), most=4)
-    first, _ = known.bind((SIX,), {})
-    second, _ = known.bind((EIGHT,), {})
+    first, _ = known.cut_and_input((SIX,), {})
+    second, _ = known.cut_and_input((EIGHT,), {})
     assert second is first
 
     def records(*_: Any) -> Any:
         raise AssertionError("it records")
 
     monkeypatch.setattr(Recorder, "record", records)
-    third, _ = known.bind((NINE,), {})
+    third, _ = known.cut_and_input((NINE,), {})
     assert third is first
     with pytest.raises(ModelError, match="it records"):
-        known.bind((NINE.double(),), {})  # which is not a matter of size
+        known.cut_and_input((NINE.double(),), {})  # which is not a matter of size
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_calls_of_two_kinds_in_turns_are_recorded_once_each(
 ) -> None:
     """As in adversarial training, whose first calls ask for the gradient of the input."""
     known = KnownCuts(Net(), most=4)
-    cuts = [known.bind((x,), {})[0] for x in (SIX, other(SIX))]
+    cuts = [known.cut_and_input((x,), {})[0] for x in (SIX, other(SIX))]
     monkeypatch.setattr(Recorder, "record", None)
-    cuts += [known.bind((x,), {})[0] for x in (SIX, other(SIX), SIX)]
+    cuts += [known.cut_and_input((x,), {})[0] for x in (SIX, other(SIX), SIX)]
     assert len(set(map(id, cuts))) == 1
 
 

@@ -59,7 +59,8 @@ def require_several_graphs(loop: TrainingLoop, target: Target, message: str) -> 
         settings = None if call is None else settings_told_by(call)
         if settings is not None and settings.fullgraph:
             raise ModelError(
-                f"fullgraph=True lets this model run under no plan that keeps mem_limit: {message}; or a higher mem_limit"
+                f"fullgraph=True lets this model run under no plan that keeps mem_limit: {message}; or a higher "
+                "mem_limit"
             )
 
 
