@@ -163,10 +163,11 @@ class Agreement(Ranks):
             return numbers
         return frozenset(numbers).intersection(*self._told(frozenset(numbers)))
 
-    def settle(self, outcome: Plan | BudgetError) -> Plan:
+    def settle(self, outcome: Plan | BudgetError, *, exceeds: bool = False) -> Plan:
         """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
 
-        Raises ``BudgetError`` if that is the outcome of any, ``RotorError`` if the plan does not fit all.
+        ``exceeds``: the outcome is the plan that takes least, beyond its budget, under which a step shows what it needs.
+        Raises ``BudgetError`` if that is the outcome of any, ``RotorError`` if no process's plan fits all.
         """
         if not self.together:
             if isinstance(outcome, BudgetError):
@@ -175,25 +176,30 @@ class Agreement(Ranks):
         told: Any = outcome
         # A whole plan would be pickled for each process, and its chain is of this one's batch.
         if isinstance(outcome, Plan):
-            # The key by which the tightest process wins, and its schedule: bytes that recomputing nothing would lack.
+            # The key by which the tightest process comes first, bytes that recomputing nothing would lack; its
+            # schedule; and whether even that is beyond its budget.
             missing_bytes = plain_simulation(outcome).peak_bytes - outcome.budget_bytes
-            told = missing_bytes, str(outcome.schedule)
+            told = missing_bytes, str(outcome.schedule), exceeds
         outcomes = self._told(told)
         # The error of the process that lacks most: the limit that it names is enough for all.
         failures = [told for told in outcomes if isinstance(told, BudgetError)]
         if failures:
             raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
         assert isinstance(outcome, Plan)
-        if len({schedule for _, schedule in outcomes}) == 1:
+        # The tightest process's schedule mostly fits the others. Where sizes differ by noise, another one may.
+        offered = list(dict.fromkeys(schedule for _, schedule, _ in sorted(outcomes, reverse=True)))
+        if len(offered) == 1:
             return outcome
-        # Each judges the winner's schedule by its own costs, as batches differ in size.
-        settled = _under(outcome, max(outcomes)[1])
+        # Each judges them by its own costs, as batches differ in size.
+        judged = [_under(outcome, schedule) for schedule in offered]
+        excesses = [math.inf if plan is None else plan.peak_bytes - plan.budget_bytes for plan in judged]
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        excess_bytes: float = math.inf
-        if settled is not None:
-            excess_bytes = settled.peak_bytes - settled.budget_bytes
-        most_bytes = max(self._told(excess_bytes))
-        if settled is None or most_bytes == math.inf or (most_bytes > 0 and not self._beyond):
+        most_bytes = [max(of_one) for of_one in zip(*self._told(excesses), strict=True)]
+        fitting = [number for number, excess_bytes in enumerate(most_bytes) if excess_bytes <= 0]
+        best = fitting[0] if fitting else most_bytes.index(min(most_bytes))
+        settled = judged[best]
+        may_exceed = self._beyond or any(is_beyond for *_, is_beyond in outcomes)
+        if settled is None or most_bytes[best] == math.inf or not (fitting or may_exceed):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
                 f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "

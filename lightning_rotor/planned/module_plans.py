@@ -678,7 +678,9 @@ class ModulePlans:
     def plan_again(self, signature: Signature, entry: Costs | Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""
         outcome = self._outcome(entry.profile)
-        return self.use_plan(signature, costs_of(entry), self._source.ranks.settle(outcome))
+        exceeds = isinstance(outcome, Plan) and outcome.budget_bytes > self.budget(entry.profile).available_bytes
+        plan = self._source.ranks.settle(outcome, exceeds=exceeds)
+        return self.use_plan(signature, costs_of(entry), plan)
 
     def _outcome(self, profile: Profile) -> Plan | BudgetError:
         """The plan of this process, or why it has none. An error is kept, since others may wait for it.

@@ -293,14 +293,16 @@ class PathPlanner:
     def _solved(self, chain: Chain, budget: Budget, *, must_fit: bool) -> Plan:
         """Plan calls, as all processes agree. Where nothing fits, a step under the least plan shows what it is."""
         outcome: Plan | BudgetError
+        exceeds = False
         try:
             outcome = budget.plan(chain, slots=self._slots)
         except BudgetError as error:
             outcome = error
             if not must_fit:
                 outcome = budget.least_plan(chain, error, slots=self._slots)
+                exceeds = True
         # An error is told, too, since others may wait for it.
-        return self._source.ranks.settle(outcome)
+        return self._source.ranks.settle(outcome, exceeds=exceeds)
 
 
 def _calls_of(path: Path, entries: Sequence[Costs | Prepared], settled: Mapping[CallKey, Plan]) -> _Calls:

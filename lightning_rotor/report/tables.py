@@ -280,9 +280,12 @@ def frontier_table(
     table = Table(title="Budget against overhead", box=box.ROUNDED, title_justify="left")
     for name in ("budget", "overhead", "step"):
         table.add_column(name, justify="right", no_wrap=True)
+    bar_width = _BAR_WIDTH
     if staying is not None:
         table.add_column("without moves", justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=_BAR_WIDTH)
+        # So that no number is cut in a terminal of 80 columns.
+        bar_width //= 2
+    table.add_column("", no_wrap=True, min_width=bar_width)
     table.add_column("", no_wrap=True)
     marked = {"least": rows[0], "knee": frontier.knee}
     if frontier.budget_bytes is not None:
@@ -293,7 +296,7 @@ def frontier_table(
         # Nothing is drawn for a curve without any overhead.
         bar = ""
         if worst:
-            bar = "█" * round(_BAR_WIDTH * point.overhead / worst)
+            bar = "█" * round(bar_width * point.overhead / worst)
         # One point may be several of them: the least budget is the knee of a short curve.
         notes = [note for note, marked_point in marked.items() if marked_point == point]
         cells = [

@@ -227,6 +227,8 @@ def test_a_link_is_told_with_what_it_carries_and_gains(
     assert "50 GB/s each way: in a forward " in shown
     assert "Moving over this link lowers the overhead from" in shown
     assert "without moves" in shown
+    # In a terminal of 80 columns nothing is cut.
+    assert "…" not in shown.partition("Budget against overhead")[2]
 
 
 def test_a_gpu_knows_its_link_and_a_limit_of_the_host_holds(nets: str, capsys: pytest.CaptureFixture[str]) -> None:
