@@ -234,7 +234,7 @@ def _may_draw(graph: fx.GraphModule) -> bool:
 
 
 def objection_to_planning_inside(settings: private.CompilerSettings | None, module: nn.Module) -> str:
-    """Why a module that is compiled so cannot be planned inside, as far as settings tell; empty if it can."""
+    """Reason why a module that is compiled so cannot be planned inside, as far as settings tell; empty if it can."""
     if settings is None:
         return "this version of torch does not tell how it was compiled"
     if not private.is_inductor(settings.backend) and not private.is_aot_eager(settings.backend):

@@ -103,7 +103,7 @@ class Plan(Shown):
 
     @property
     def carried_share(self) -> float | None:
-        """What the link carries out during a forward, as a share of the peak without recomputation; None without link.
+        """Share of the peak without recomputation that the link carries out during a forward; None without link.
 
         It says how much moving can gain before anything is planned: with a tenth little, with a third much.
         """

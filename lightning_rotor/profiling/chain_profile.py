@@ -43,7 +43,7 @@ class Profile:
         return f"<Profile of {self.chain!r}>"
 
     def over(self, chain: Chain) -> Profile:
-        """Other costs of the same stages."""
+        """A profile of the same stages with other costs."""
         profile = replace(self, chain=chain)
         # What stages read and change does not depend on their costs. Where each step has another size, adding it up
         # again for each took longer than the copies that it is for.

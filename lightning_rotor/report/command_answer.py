@@ -44,7 +44,7 @@ def answer_tables(answer: Answer) -> Iterator[Any]:
 
 
 def _gain_of_moving(plan: Plan, staying: Plan | None) -> str:
-    """What a plan gains by moving, beside the fastest that moves nothing."""
+    """Gain of a plan by moving, beside the fastest that moves nothing."""
     if staying is None:
         return f"Without moving, no plan fits; with it, the overhead is {plan.overhead:.1%}"
     if plan.seconds >= staying.seconds:
@@ -88,7 +88,7 @@ def plan_as_json(answer: Answer) -> dict[str, Any]:
 
 
 def _moves_as_json(answer: Answer) -> dict[str, Any] | None:
-    """What moves, and over which link; None without a link."""
+    """The stages that move, and the link; None without a link."""
     plan, link = answer.plan, answer.plan.link
     if link is None:
         return None
