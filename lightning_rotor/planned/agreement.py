@@ -166,7 +166,7 @@ class Agreement(Ranks):
     def settle(self, outcome: Plan | BudgetError, *, exceeds: bool = False) -> Plan:
         """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
 
-        ``exceeds``: the outcome is the plan that takes least, beyond its budget, under which a step shows what it needs.
+        ``exceeds``: the outcome is the plan that takes least, beyond its budget; a step under it shows what is needed.
         Raises ``BudgetError`` if that is the outcome of any, ``RotorError`` if no process's plan fits all.
         """
         if not self.together:

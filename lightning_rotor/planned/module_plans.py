@@ -476,7 +476,9 @@ class ModulePlans:
             except BudgetError:
                 # Bounds may be too high where the truth fits, so it is measured. But the budget is 0 while other calls
                 # share the step: the least plan runs then, until a joint one follows.
-                outcome = None if budget.available_bytes > 0 else self._outcome(profile)
+                if budget.available_bytes > 0:
+                    return None
+                outcome, _ = self._outcome(profile)
                 if not isinstance(outcome, Plan):
                     return None
                 plan = outcome
@@ -677,27 +679,28 @@ class ModulePlans:
 
     def plan_again(self, signature: Signature, entry: Costs | Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""
-        outcome = self._outcome(entry.profile)
-        exceeds = isinstance(outcome, Plan) and outcome.budget_bytes > self.budget(entry.profile).available_bytes
+        outcome, exceeds = self._outcome(entry.profile)
         plan = self._source.ranks.settle(outcome, exceeds=exceeds)
         return self.use_plan(signature, costs_of(entry), plan)
 
-    def _outcome(self, profile: Profile) -> Plan | BudgetError:
-        """The plan of this process, or why it has none. An error is kept, since others may wait for it.
+    def _outcome(self, profile: Profile) -> tuple[Plan | BudgetError, bool]:
+        """The plan of this process, or why it has none; and whether the plan is beyond its budget.
+
+        An error is kept, since others may wait for it.
 
         Where nothing fits, it is the plan that takes least if the step can go on under it: the step then shows what
         training needs, and the limit ends it behind its backward. Else it is the error.
         """
         budget = self.budget(profile)
         try:
-            return self._solve(profile, budget)
+            return self._solve(profile, budget), False
         except BudgetError as error:
             if not budget.is_provisional:
                 try:
                     self._source.hear(NothingFits(error))
                 except BudgetError as refusal:
-                    return refusal
-            return budget.least_plan(profile.chain, error, slots=self._settings.slots)
+                    return refusal, False
+            return budget.least_plan(profile.chain, error, slots=self._settings.slots), True
 
     def use_plan(
         self,

@@ -35,6 +35,9 @@ class Modules:
             ) from None
         return self.made[-1]
 
+    def may_have_other_code(self, plan: Plan) -> bool:
+        return False
+
 
 def corrected(known: Corrections, before: Plan, measured_bytes: int, limit_bytes: int) -> tuple[bool, list[Plan]]:
     modules: Any = Modules(known, limit_bytes)
