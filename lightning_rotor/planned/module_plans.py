@@ -389,7 +389,7 @@ class ModulePlans:
         return self.use_plan(signature, costs, plan)
 
     def _covered(self, signature: Signature) -> Prepared | None:
-        """The plan of a larger size, or a better one once steps have lost what looking for it takes; None if neither."""
+        """The plan of a larger size, or a better one once steps have lost what looking takes; None if neither."""
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
             return None  # other calls share the budget
