@@ -33,7 +33,7 @@ from lightning_rotor.private import autocast, lightning_names, messages, partiti
 from lightning_rotor.private import functional_collectives as collectives
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private import values as pytree
-from lightning_rotor.private.sharding import Unit, UnitSizes, is_spread, units_in
+from lightning_rotor.private.sharding import Unit, UnitSizes, is_dtensor, units_in
 from tests.private_names import private_names, private_names_below
 from tests.processes import ROOT
 
@@ -692,7 +692,7 @@ def test_arguments_on_their_way_are_waited_for_and_keep_their_graph(alone: None)
 
 
 def test_a_tensor_that_is_spread_is_known() -> None:
-    assert not is_spread(torch.ones(2))
+    assert not is_dtensor(torch.ones(2))
 
 
 def test_what_lightning_keeps(trainer: pl.Trainer) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning_rotor.callbacks.trainer_loop import TrainerLoop, first_call
 from lightning_rotor.errors import ModelError, RotorError
 from lightning_rotor.execution.isolated import kept_attributes, undisturbed
+from lightning_rotor.planned.agreement import is_spread
 from lightning_rotor.planned.batch_sizes import BatchSizeAdvice, advice_from, measured_costs
 from lightning_rotor.planned.target_search import check_names
 from lightning_rotor.private import lightning_names as private
@@ -119,7 +120,7 @@ class RotorBatchSizeAdvice(Callback):
 
     def _advise(self, loop: TrainerLoop, batch: Any, limit_bytes: int) -> BatchSizeAdvice:
         model = loop.model
-        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        if is_spread(model):
             raise ModelError(
                 f"the parameters of {type(model).__name__} are spread over processes, so that no module runs by "
                 "itself: expected parameters in one piece. Ask for advice on one device, or under DDP"

@@ -53,7 +53,7 @@ from lightning_rotor.execution import passes
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.functional_collectives import NOT_ARRIVED, arrived, is_functional, is_on_its_way, wait_for
-from lightning_rotor.private.sharding import is_spread, units_in
+from lightning_rotor.private.sharding import is_dtensor, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
@@ -448,7 +448,7 @@ class Recorder(TorchFunctionMode):
 
     def _note_spread(self, result: Any) -> None:
         """Mark the nodes of results that are spread over processes."""
-        for tensor in filter(is_spread, tensors_in(result)):
+        for tensor in filter(is_dtensor, tensors_in(result)):
             node = self._writer.values.node_of(tensor)
             if node is not None:
                 node.meta[SPREAD] = True

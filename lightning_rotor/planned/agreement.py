@@ -25,6 +25,7 @@ from lightning_rotor.planning import Plan
 from lightning_rotor.planning.plan import plain_simulation
 from lightning_rotor.private.messages import MessageWatch
 from lightning_rotor.private.process_groups import group_beside, processes
+from lightning_rotor.private.sharding import is_dtensor
 from lightning_rotor.private.torch_names import uncompiled
 from lightning_rotor.profiling.ranks import Ranks
 from lightning_rotor.schedule import Schedule
@@ -248,7 +249,7 @@ def told_by_all(told: Told, group: Any = None) -> list[Told]:
 
 def is_spread(module: nn.Module) -> bool:
     """True if parameters are spread over processes: messages come before and behind forwards, where nobody watches."""
-    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+    return any(map(is_dtensor, module.parameters()))
 
 
 def _connected(seen: Iterable[frozenset[int]], rank: int) -> frozenset[int]:

@@ -23,7 +23,7 @@ from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes,
 from lightning_rotor.memory.resident_memory import ResidentMemory, allocated_bytes, named_bytes
 from lightning_rotor.planned.agreement import told_by_all
 from lightning_rotor.private.process_groups import processes
-from lightning_rotor.private.sharding import is_spread, messages_bytes, units_in
+from lightning_rotor.private.sharding import is_dtensor, messages_bytes, units_in
 from lightning_rotor.profiling.step_compute import StepCompute
 from lightning_rotor.units import MemoryLimit
 
@@ -198,7 +198,7 @@ class TrainingLoop(Protocol):
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if is_spread(parameter):
+                    if is_dtensor(parameter):
                         shards.append(parameter)
         return shards
 

@@ -551,22 +551,22 @@ class ModulePlans:
         Raises ``ModelError`` if it cannot be, and may be planned uncompiled.
         """
         objection = "no plan inside of its graph keeps the limit"
+        # Other calls share such a budget, and how much is theirs is not known yet.
+        is_provisional = self.budget(costs.profile).is_provisional
         for times in range(costs.compiled_anew, _MOST_INSIDE):
             # What counting has missed shows once.
             saving = self._excess_of(costs, option=0)
             if costs.saving is not None:
                 saving = _saving_more(costs.saving, self._excess_of(costs, option=1), saving)
-            # Other calls share a provisional budget, and how much is theirs is not known yet.
             is_last = times + 1 == _MOST_INSIDE
-            saving = replace(saving, or_least=is_last or self.budget(costs.profile).is_provisional)
+            saving = replace(saving, or_least=is_last or is_provisional)
             inside = CompiledModules(self._settings.compiled_variants, saving=saving)
             planned = self._measured(signature, value, inside)
             if len(planned.profile.chain.stages[0].options) == 1:
                 objection = next(iter(inside.objections.values()), "its graph cannot be planned inside")
                 break
             costs = replace(planned, compiled_anew=times + 1, saving=saving)
-            is_enough = not self._excess_of(costs, option=1).is_needed
-            if is_enough or self.budget(costs.profile).is_provisional:
+            if is_provisional or not self._excess_of(costs, option=1).is_needed:
                 return self._keep(signature, costs)
         if self._source.takes_apart and signature.cut.way == "compiled":
             raise ModelError(objection)

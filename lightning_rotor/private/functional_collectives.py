@@ -64,9 +64,11 @@ def waited_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     # Asked at each call. Nothing is looked for in containers: modules under tensor parallelism return single tensors.
     if not any(map(is_on_its_way, args)) and not any(map(is_on_its_way, kwargs.values())):
         return args, kwargs
-    arrived_args = tuple(wait_for(value) if is_on_its_way(value) else value for value in args)
-    arrived_kwargs = {name: wait_for(value) if is_on_its_way(value) else value for name, value in kwargs.items()}
-    return arrived_args, arrived_kwargs
+    return tuple(map(_waited, args)), {name: _waited(value) for name, value in kwargs.items()}
+
+
+def _waited(value: Any) -> Any:
+    return wait_for(value) if is_on_its_way(value) else value
 
 
 class _Arrival(torch.autograd.Function):

@@ -31,7 +31,7 @@ from lightning_rotor.private.torch_names import backward_number
 from lightning_rotor.private.undoing import undone
 
 
-def is_spread(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """True for a DTensor, of which each process of a mesh has a part."""
     # By an attribute: the class is behind an import of torch.distributed.
     return hasattr(tensor, "device_mesh")
