@@ -85,8 +85,8 @@ class StandIns:
         original = place.read()
         is_static = isinstance(original, staticmethod)
         function = original.__func__ if is_static else original
-        # Objects of the user's, and classes of a metaclass, may notice that something is set. A variable of an enclosing
-        # function is written back from the frame when Python's profiler returns (up to 3.12).
+        # Objects of the user's, and classes of a metaclass, may notice that something is set. Variables of enclosing
+        # functions are written back from the frame when Python's profiler returns (up to 3.12).
         is_table = place.kind is ENTRIES or (place.kind is CLASS_ENTRIES and type(place.owner) is type)
         if not (self._are_wanted and isinstance(function, CACHED) and is_table):
             return
