@@ -10,6 +10,7 @@ computes of sizes stays traced instead::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -20,6 +21,8 @@ from lightning_rotor.capture.notes import Place
 from lightning_rotor.capture.traced_numbers import plain, traced_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.stages.holders import CLASS_ENTRIES, ENTRIES
+
+_log = logging.getLogger(__name__)
 
 CACHED = type(lru_cache(len))
 """The type of functions under ``functools.cache`` and ``lru_cache``."""
@@ -41,8 +44,13 @@ class Memoized:
             return answer
         # Tensors are no answer to compute again: the cached ones are the same in each call, and may be drawn.
         if _is_numbers(answer):
-            traced = self.function.__wrapped__(*args, **kwargs)
-            if plain(traced) == answer:
+            try:
+                traced = self.function.__wrapped__(*args, **kwargs)
+            except Exception as error:
+                # It has just run with plain numbers, so it does something with them that cannot be recorded.
+                _log.debug("%r is recorded for these sizes alone: %s", self.function, error)
+                traced = None
+            if traced is not None and plain(traced) == answer:
                 return traced
         for size in sizes:
             size.pin()

@@ -110,6 +110,30 @@ def test_the_cache_holds_plain_numbers_alone(recordings: list[Any]) -> None:
     assert split.cache_info().hits > 0
 
 
+class Refusing(nn.Module):
+    @staticmethod
+    @cache
+    def halved(length: int) -> int:
+        if type(length) is not int:
+            raise TypeError("plain numbers only")
+        return length // 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x).narrow(1, 0, self.halved(x.shape[1])).mean(1, keepdim=True)
+
+
+def test_a_function_that_wants_plain_numbers_gets_them() -> None:
+    net = nn.Sequential(Refusing(), Refusing())
+    planned = Checkpointable(net, torch.randn(4, 10, 8), "1MiB", show_progress=False)
+    for length in (10, 6, 7):
+        x = torch.randn(4, length, 8)
+        assert torch.equal(planned(x), net(x))
+
+
 class Drawing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
