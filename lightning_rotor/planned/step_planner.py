@@ -464,7 +464,8 @@ class StepPlanner(BudgetSource):
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
         """Remember for which sizes the limit was kept, as smaller ones keep it too."""
         for call in step.numbers:
-            signature = call.key.signature
+            # Of the sizes that have come: the plan may be for larger ones, of which this step shows nothing.
+            signature = call.signature or call.key.signature
             schedule = call.prepared.schedule
             # A smaller step takes no more under the same schedule. Under another one it may peak elsewhere.
             if peak_bytes > self.limit.size_bytes:
