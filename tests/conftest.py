@@ -33,6 +33,7 @@ from lightning_rotor.profiling import stage_seconds
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
+from tests.imported_python import ImportedPython
 
 torch.set_num_threads(1)
 
@@ -200,6 +201,14 @@ def _no_thread_stays() -> Iterator[None]:
     if threads() > before:
         stacks = [traceback.format_stack(frame) for frame in sys._current_frames().values()]
         pytest.fail("a thread outlives the test:\n" + "\n".join("".join(stack[:4]) for stack in stacks))
+
+
+@pytest.fixture(scope="session")
+def imported_python() -> Iterator[ImportedPython]:
+    """For code in a process of its own, without the seconds in which torch is imported."""
+    made = ImportedPython()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
