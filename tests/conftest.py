@@ -50,7 +50,7 @@ SHARED = ("mark.gpu", "from pipelines import")
 
 # Where it matters how good plans are: tables are as fine as a user's.
 FINE_FOLDERS = ("planning", "report", "advising", "pipeline")
-FINE = ()
+FINE = ("test_skips",)
 # Where seconds of stages are compared, or what follows from them: they are measured as thoroughly as for a user.
 TIMED_FOLDERS = ("profiling", "report", "advising")
 TIMED = (
