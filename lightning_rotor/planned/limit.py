@@ -48,6 +48,8 @@ from lightning_rotor.units import MemoryLimit, format_bytes
 _log = logging.getLogger(__name__)
 # Minima are named with so much more: steps differ by a few bytes, or by a few boxes of a detector.
 _UNEVEN = 1.005
+# With so much among several processes, where a thread of gloo's may keep a message a moment longer in one step.
+_UNEVEN_MESSAGES = 1.02
 # And with so much of what plans can change, for the way to the least plan of several calls depends on the limit.
 _SEVERAL = 0.015
 
@@ -400,7 +402,8 @@ class StepLimit:
 
         Steps have differed by ``spread_bytes``.
         """
-        least_bytes = int(highest.peak_bytes * _UNEVEN)
+        uneven = _UNEVEN if self._loop.processes == 1 else _UNEVEN_MESSAGES
+        least_bytes = int(highest.peak_bytes * uneven)
         if len({call.key for call in step.numbers}) > 1:
             changeable_bytes = max(highest.peak_bytes - self._resident.staying_bytes, 0)
             least_bytes += int(changeable_bytes * _SEVERAL)
