@@ -39,10 +39,13 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
-    *("test_ranks", "test_cuda_memory", "test_pipeline_runner", "test_pipeline_failures", "test_pipeline_strategy"),
-    *("test_graph_cuts", "test_ways_bad_input", "test_target", "test_solver", "test_lightning_tools"),
-    *("test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families", "test_docs", "test_skips"),
-    *("test_inversion", "test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways"),
+    *("test_ranks", "test_cuda_memory", "test_messages", "test_pipeline_runner", "test_tensor_parallel"),
+    *("test_pipeline_failures", "test_pipeline_strategy", "test_compiled", "test_target", "test_lightning_tools"),
+    *("test_fuzz", "test_partitioner", "test_compiled_steps", "test_graph_cuts", "test_invertible_example"),
+    *("test_vision_language", "test_packaging", "test_no_trace", "test_callback", "test_holders", "test_recording"),
+    *("test_coming_from", "test_imagenet_example", "test_inversion", "test_ways_bad_input", "test_first_step"),
+    *("test_late_copies", "test_solver", "test_docs", "test_estimates", "test_gpu_benchmark", "test_skips"),
+    *("test_frontier", "test_compilation", "test_families", "test_ways"),
 )
 # What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, and
 # the server that processes of pipelines are forked from. One of the test processes starts it, and has all these files.
