@@ -1,19 +1,15 @@
-"""Trainings on a mesh of processes, plain and planned: ``torchrun -m tests.mesh_runs FOLDER NAME ...``.
-
-All trainings share the processes, since starting them takes longer than training.
-"""
+"""Trainings on a mesh of processes, plain and planned."""
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
@@ -25,6 +21,7 @@ from torch.nn.functional import cross_entropy, silu
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_rotor import BudgetError, RotorCallback
+from tests import grids
 
 WIDTH, WORDS, STEPS = 32, 32, 9
 
@@ -175,8 +172,11 @@ def fit(case: Case, callbacks: list[L.Callback]) -> dict[str, torch.Tensor]:
     return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
 
 
-def seen(case: Case) -> dict[str, Any]:
-    """What one process saw of one case: plain, with room, and within a limit below what that has taken."""
+def seen(rank: int, name: str) -> dict[str, Any]:
+    """What a process sees of one case: plain, with room, and within a limit below what that has taken."""
+    warnings.simplefilter("ignore")
+    grids.make_tables_coarse(pytest.MonkeyPatch())
+    case = CASES[name]
     plain = fit(case, [])
     roomy = Peaks(RotorCallback("1GiB", show_table=False))
     rich = fit(case, [roomy.rotor, roomy])
@@ -199,15 +199,3 @@ def least_of_all(size: int) -> int:
     told = torch.tensor(size)
     torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MIN)
     return int(told)
-
-
-def main(folder: Path, names: list[str]) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    found = {name: seen(CASES[name]) for name in names}
-    torch.save(found, folder / f"mesh{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

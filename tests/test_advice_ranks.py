@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipelines import good, processes
+from pipelines import PATIENCE_SECONDS, good, processes
 
 from lightning_rotor.advising import Cluster, advise
 from lightning_rotor.profiling.input_spec import InputSpec
@@ -16,7 +16,7 @@ from tests.rank_runs import WIDTH
 def measured() -> dict[str, int]:
     """By way, what the first process takes."""
     ways = {"DDP": None, "FSDP2 True": True, "FSDP2 False": False}
-    with processes(2) as group:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as group:
         return {way: good(group.run(2, peak_bytes, reshard))[0] for way, reshard in ways.items()}
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from pipelines import Processes, good, processes
+from pipelines import PATIENCE_SECONDS, Processes, good, processes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ from lightning_rotor import RotorCallback, is_recomputing
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(2) as made:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import good, processes
+from pipelines import PATIENCE_SECONDS, good, processes
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -23,7 +23,7 @@ from tests.training import assert_same_bits
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
     """What each process saw of a case, which several tests read."""
     folder = tmp_path_factory.mktemp("messages")
-    with processes(2) as group:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as group:
 
         @cache
         def seen(case: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from pipelines import Processes, good, processes
+from pipelines import PATIENCE_SECONDS, Processes, good, processes
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -30,7 +30,7 @@ from tests import grids
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(2) as made:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as made:
         yield made
 
 

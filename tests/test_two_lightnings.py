@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
-from pipelines import Processes, good, processes
+from pipelines import PATIENCE_SECONDS, Processes, good, processes
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -108,7 +108,7 @@ def test_they_are_classes_of_both() -> None:
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[Processes]:
-    with processes(2) as made:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as made:
         yield made
 
 
