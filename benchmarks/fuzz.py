@@ -4,6 +4,7 @@
     python -m benchmarks.fuzz --programs 10000 --seed 0 --log fuzz.jsonl --report benchmarks/results/fuzz.md
     python -m benchmarks.fuzz ... --resume            goes on where a run was cut
     python -m benchmarks.fuzz --only 17 --shrink      one program of seed 0, made simpler if it fails
+    python -m benchmarks.fuzz --compiled aot_eager    planned modules are compiled as a whole
     python -m benchmarks.fuzz --text "Program(body=(linear, relu), limit=0.3)"
 
 fuzz_programs.py, fuzz_kinds.py and fuzz_objects.py have the grammar. A program is trained twice from equal seeds, plainly and under a limit,
@@ -57,7 +58,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from benchmarks.fuzz_objects import Prefetched
-from benchmarks.fuzz_programs import HOOKS, Net, Node, Program, UserError, batches, draw, legal, loader, parse
+from benchmarks.fuzz_programs import (
+    COMPILED,
+    HOOKS,
+    Net,
+    Node,
+    Program,
+    UserError,
+    batches,
+    compiled,
+    draw,
+    legal,
+    loader,
+    parse,
+)
 from benchmarks.gloo_processes import Failure, Processes
 from benchmarks.random_chains import random_schedule
 from lightning_rotor import (
@@ -70,12 +84,14 @@ from lightning_rotor import (
     is_recomputing,
     simulate,
 )
+from lightning_rotor.capture.compiled import INSIDE
 from lightning_rotor.chain import Chain
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile, meters, segment_seconds, stage_seconds
 from lightning_rotor.profiling.memory_recording import Recording
 from lightning_rotor.profiling.meters import CpuMeter
+from lightning_rotor.schedule import leaves
 from lightning_rotor.strategies import RotorPipelineStrategy
 from lightning_rotor.units import MemoryLimit
 
@@ -85,7 +101,7 @@ ENOUGH = 8 * 2**30
 
 # -------------------------------------------------------------------------------------------------------- what is seen
 
-_WHILE_TRAINING = {"forward", "log", "_lightning_rotor"}
+_WHILE_TRAINING = {"forward", "log", "_lightning_rotor", "_lightning_rotor_compiled"}
 _OWN = {"program", "note", "input", "net", "collected", "split", "changes"}  # what the fuzzer needs in a model
 _OF_MODULES = {*vars(nn.Module()), *vars(L.LightningModule()), *_WHILE_TRAINING, *_OWN}
 
@@ -187,7 +203,11 @@ class Seen:
         for name, module in self.modules:
             values = {**module._parameters, **module._buffers}
             theirs = type(module).__module__.startswith("torch.nn.")
-            own = {} if theirs else {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+            own = {}
+            for key, value in vars(module).items():
+                # The compiler numbers what it has wrapped.
+                if not (theirs or key in _OF_MODULES or key.startswith("_torchdynamo")):
+                    own[key] = value
             flags = [module.training, *(each.requires_grad for each in module._parameters.values() if each is not None)]
             modules[name] = plain([values, own, flags])
         return modules
@@ -221,10 +241,18 @@ class Run:
     seen: Seen
     error: BaseException | None = None
     recomputed: int = 0
+    inside: bool = False
     warnings: list[str] = field(default_factory=list)
     over: list[Over] = field(default_factory=list)
     limit_bytes: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
     trace: str = ""
+
+    @property
+    def runs_uncompiled(self) -> bool:
+        """True if a plan has taken apart what was compiled, which then computes other numbers, as it says."""
+        return any("was compiled as a whole, but a plan takes it apart" in each for each in self.warnings)
 
 
 @dataclass
@@ -255,7 +283,9 @@ class Library:
 
     def __init__(self, program: Program, limit_bytes: int | None = None) -> None:
         self.program, self.recomputed, self.callbacks = program, 0, []
+        self.inside = False
         self.limit_bytes, self.wanted_bytes = limit_bytes, 0
+        self.held_bytes = self.peak_bytes = 0  # of steps that were measured: before the lowest, and of the highest
         self.over: list[Over] = []
         self._plan: Any = None  # that the running step has gone through
         self._phases: Any = None  # of the step measured last
@@ -275,7 +305,15 @@ class Library:
     def look(self, net: Net) -> None:
         """Whether it recomputes."""
         plans = [net.body.plan] if isinstance(net.body, Limited) else [each.plan for each in self.callbacks]
-        self.recomputed = max([self.recomputed, *(len(plan.recomputed) for plan in plans if plan is not None)])
+        for plan in plans:
+            if plan is not None:
+                self.recomputed = max(self.recomputed, len(plan.recomputed))
+                options = [
+                    plan.chain.stages[leaf.stage].options[leaf.option]
+                    for item in plan.schedule.items
+                    for leaf in leaves(item)
+                ]
+                self.inside = self.inside or any(option.name == INSIDE for option in options)
 
     def note_plan(self) -> None:
         """Note the plan of a step that is past its forward: at its end there may be another one already."""
@@ -292,6 +330,10 @@ class Library:
         watch, limit_bytes = planner.watch, planner.limit.size_bytes
         is_new = bool(watch.phases) and watch.phases is not self._phases and watch.is_exact
         self._phases = watch.phases
+        if is_new:
+            starts = [phase.start_bytes for phase in watch.phases]
+            self.held_bytes = min([*starts, self.held_bytes or ENOUGH])
+            self.peak_bytes = max(self.peak_bytes, watch.peak_bytes)
         # The first step of a training that was resumed has another number, and is a first one all the same.
         is_first = planner._steps_begun <= 1
         if is_new and not is_first and watch.peak_bytes > limit_bytes > 0:
@@ -312,10 +354,17 @@ class Library:
         """As far from the least to the most as the program says."""
         if self.program.limit is None or self.program.limit > 1:
             return ENOUGH
-        least = minimum_budget(profile.chain, **budget.conditions).peak_bytes
         most = simulate(profile.chain, Schedule.keep_all(len(profile.chain)), **budget.conditions).peak_bytes
         share = self.program.limit
+        if COMPILED & {*self.program.features}:
+            # Of one stage nothing can be recomputed, so that its least is its most. What a plan inside of it takes is
+            # known later: an error names that.
+            return int(_LEAST_OF_A_GRAPH * most + share * (1 - _LEAST_OF_A_GRAPH) * most)
+        least = minimum_budget(profile.chain, **budget.conditions).peak_bytes
         return int(least + share * (most - least) if share >= 0 else least * (1 + share))
+
+
+_LEAST_OF_A_GRAPH = 0.4
 
 
 def do_the_same(plan: Any, other: Any) -> bool:
@@ -368,7 +417,9 @@ class LimitedCallback(RotorCallback):
         has = library.program.has
         self.library = library
         named = "" if has("whole") else ["body", "side"] if has("side") else "body"
-        super().__init__(ENOUGH, None if has("unnamed") else named, show_table=False)
+        # What was compiled as a whole runs as it is, and nothing asks for a budget before a limit is exceeded.
+        limit = library.limit_bytes if COMPILED & {*library.program.features} else None
+        super().__init__(limit or ENOUGH, None if has("unnamed") else named, show_table=False)
 
     def _attach(self, trainer: L.Trainer, model: L.LightningModule) -> None:
         super()._attach(trainer, model)
@@ -559,7 +610,12 @@ def session(program: Program, seen: Seen, library: Library | None, folder: str) 
             net.load_state_dict(first[0])
             loop(program, net, seen, library, 1, first[1])
     seen.remote = False
-    left_behind = [name for module in net.modules() for name in vars(module) if name in _WHILE_TRAINING]
+    left_behind = []
+    for module in net.modules():
+        for name, value in vars(module).items():
+            # A compiled forward is the program's own.
+            if name in _WHILE_TRAINING and not hasattr(value, "_torchdynamo_orig_callable"):
+                left_behind.append(name)
     model = [] if program.way == "pipeline" else seen.model()
     seen.events.append(("end", plain([dict(net.state_dict()), left_behind, model])))
 
@@ -568,6 +624,8 @@ def session(program: Program, seen: Seen, library: Library | None, folder: str) 
 def surroundings(program: Program, seen: Seen) -> Iterator[list[warnings.WarningMessage]]:
     """Equal seeds, a clock of the program's own, hooks on all modules, and what is warned of."""
     L.seed_everything(program.seed, verbose=False)
+    if COMPILED & {*program.features}:
+        torch._dynamo.reset()
     chance = random.Random(program.seed)
     ticks = itertools.accumulate(chance.choice([1, 2, 5, 10, 30]) * 1e-6 for _ in itertools.count())
     hooks = []
@@ -619,10 +677,11 @@ def run(
             done.error, done.trace = error, "".join(traceback.format_exception(error)[-6:])
     done.warnings = [f"{each.category.__name__}: {each.message}" for each in caught]
     if library is not None:
-        done.recomputed = library.recomputed
+        done.recomputed, done.inside = library.recomputed, library.inside
         said = any(each.category is RotorWarning and "more than mem_limit" in str(each.message) for each in caught)
         done.over = [] if said or done.error is not None else library.over
         done.limit_bytes = library.wanted_bytes
+        done.held_bytes, done.peak_bytes = library.held_bytes, library.peak_bytes
     return done
 
 
@@ -631,11 +690,15 @@ def run(
 
 @dataclass
 class Verdict:
-    """What two runs say about a program: ``equal``, ``refused`` and ``invalid`` (it fails in plain training, too) are good."""
+    """What two runs say about a program: ``equal``, ``refused`` and ``invalid`` (it fails in plain training, too) are good.
+
+    So is ``uncompiled``: other numbers where a plan has taken apart what Inductor had compiled, and has said so.
+    """
 
     kind: str
     reason: str = ""
     recomputed: int = 0
+    inside: bool = False  # a compiled graph was planned inside
     steps_before: int = 0
     warnings: tuple[str, ...] = ()
     over: tuple[str, ...] = ()
@@ -649,7 +712,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        return self.kind not in ("equal", "refused", "invalid")
+        return self.kind not in ("equal", "refused", "invalid", "uncompiled")
 
 
 def judge(program: Program) -> Verdict:
@@ -658,11 +721,25 @@ def judge(program: Program) -> Verdict:
         return judge_pipeline(program)
     if program.way == "processes":
         return judge_processes(program)
+    if COMPILED & {*program.features} and program.way == "callback":
+        return judge_compiled(program)
     verdict = within_a_limit(program, run(program, with_library=False))
     if verdict.kind != "refused and changed":
         return verdict
     # An error may stop a step in the middle of a forward. What plain training passes through there takes long to note.
     return within_a_limit(program, run(program, with_library=False, closely=True))
+
+
+def judge_compiled(program: Program) -> Verdict:
+    """With room for all, and then within a limit between what such a step begins with and its peak."""
+    plainly = run(program, with_library=False)
+    roomy = run(program, with_library=True, limit_bytes=ENOUGH)
+    verdict = compared(plainly, roomy)
+    if verdict.kind != "equal" or program.limit >= 1 or not roomy.peak_bytes:
+        return with_notes(verdict, plainly, roomy)
+    share = _LEAST_OF_A_GRAPH + (1 - _LEAST_OF_A_GRAPH) * program.limit
+    limit_bytes = int(roomy.held_bytes + share * (roomy.peak_bytes - roomy.held_bytes))
+    return within_a_limit(program, plainly, limit_bytes)
 
 
 _MOST_ATTEMPTS = 3
@@ -687,7 +764,11 @@ def with_notes(verdict: Verdict, plainly: Run, planned: Run) -> Verdict:
     known = {each.split(": ")[0] + each[-30:] for each in plainly.warnings}
     new = {each[:110] for each in planned.warnings if each.split(": ")[0] + each[-30:] not in known}
     return replace(
-        verdict, recomputed=planned.recomputed, warnings=tuple(sorted(new)), over=tuple(map(str, planned.over))
+        verdict,
+        recomputed=planned.recomputed,
+        inside=planned.inside,
+        warnings=tuple(sorted(new)),
+        over=tuple(map(str, planned.over)),
     )
 
 
@@ -695,6 +776,8 @@ def compared(plainly: Run, planned: Run) -> Verdict:
     """The verdict from two runs."""
     error, seen = planned.error, planned.seen
     difference = first_difference(plainly.seen.events, seen.events, whole=error is None)
+    if difference and planned.runs_uncompiled and seen.net is not None and seen.net.program.has("inductor"):
+        return Verdict("uncompiled", difference, trace=planned.trace)
     if isinstance(error, RotorError) and plainly.error is not None and not seen.optimizer_steps:
         return Verdict("invalid", short(str(error)))
     # A recomputation reads what its forward has read, so training may go on where autograd misses a value.
@@ -899,7 +982,13 @@ def prepare() -> None:
     gc.freeze()  # the library collects garbage, and imported modules are none
 
 
-def work(pipe: Connection, seed: int) -> None:
+def drawn(seed: int, number: int, backend: str | None) -> Program:
+    """The program of a number, compiled if there is a backend."""
+    program = draw(seed, number)
+    return program if backend is None else compiled(program, backend, number)
+
+
+def work(pipe: Connection, seed: int, backend: str | None) -> None:
     """Judge the programs whose numbers come."""
     os.setpgrp()
     prepare()
@@ -907,7 +996,7 @@ def work(pipe: Connection, seed: int) -> None:
     os.dup2(null, 2)  # torch's profiler tells of blocks that it does not know
     while (number := pipe.recv()) is not None:
         started = time.monotonic()
-        program = draw(seed, number)
+        program = drawn(seed, number, backend)
         try:
             verdict = judge(program)
         except Exception as error:
@@ -924,11 +1013,11 @@ def _result(number: int, program: Program, seconds: float, verdict: Verdict) -> 
 class Worker:
     """A process that judges one program at a time, and is replaced when it hangs or dies."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, backend: str | None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.fuzz"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, seed))
+        self.process = context.Process(target=work, args=(theirs, seed, backend))
         self.process.start()
         theirs.close()
         self.number: int | None = None
@@ -951,15 +1040,15 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def results(seed: int, numbers: Iterator[int], jobs: int) -> Iterator[dict[str, Any]]:
+def results(seed: int, numbers: Iterator[int], jobs: int, backend: str | None) -> Iterator[dict[str, Any]]:
     """Of all programs, as they come."""
-    workers = [Worker(seed) for _ in range(jobs)]
+    workers = [Worker(seed, backend) for _ in range(jobs)]
     while True:
         for place, worker in enumerate(workers):
             if worker.number is None:
                 if worker.served >= 500:
                     worker.end()
-                    worker = workers[place] = Worker(seed)
+                    worker = workers[place] = Worker(seed, backend)
                 number = next(numbers, None)
                 if number is not None:
                     worker.give(number)
@@ -978,9 +1067,11 @@ def results(seed: int, numbers: Iterator[int], jobs: int) -> Iterator[dict[str, 
                 worker.number = None
             except (EOFError, OSError) as error:
                 verdict = Verdict("hang" if late else "death", repr(error))
-                yield _result(worker.number, draw(seed, worker.number), time.monotonic() - worker.began, verdict)
+                yield _result(
+                    worker.number, drawn(seed, worker.number, backend), time.monotonic() - worker.began, verdict
+                )
                 worker.kill()
-                workers[workers.index(worker)] = Worker(seed)
+                workers[workers.index(worker)] = Worker(seed, backend)
     for worker in workers:
         worker.end()
 
@@ -1074,6 +1165,9 @@ def main() -> int:
     parser.add_argument(
         "--shrink", action="store_true", help="find a simpler program that fails alike (with --only or --text)"
     )
+    parser.add_argument(
+        "--compiled", choices=sorted(COMPILED), help="compile the planned modules as a whole by this backend"
+    )
     parser.add_argument("--skip", default="", help="programs with these kinds and features: append_hook,refit")
     parser.add_argument("--log", type=Path, default=Path("fuzz.jsonl"), help="a line for each program, as they come")
     parser.add_argument("--resume", action="store_true", help="go on where the log ends")
@@ -1081,7 +1175,7 @@ def main() -> int:
     asked = parser.parse_args()
     if asked.only is not None or asked.text:
         prepare()
-        program = parse(asked.text) if asked.text else draw(asked.seed, asked.only)
+        program = parse(asked.text) if asked.text else drawn(asked.seed, asked.only, asked.compiled)
         verdict = judge(program)
         print(program, verdict, verdict.trace, sep="\n")
         if asked.shrink and (verdict.failed or verdict.silently_over):
@@ -1106,7 +1200,7 @@ def main() -> int:
             if not skipped & {*(program := draw(asked.seed, number)).kinds(), *program.features, program.way}
         )
     started = time.monotonic()
-    for result in results(asked.seed, numbers, asked.jobs):
+    for result in results(asked.seed, numbers, asked.jobs, asked.compiled):
         done[result["number"]] = result
         with asked.log.open("a") as log:
             log.write(json.dumps(result) + "\n")

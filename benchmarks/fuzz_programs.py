@@ -27,7 +27,20 @@ from torchmetrics import MeanMetric
 from benchmarks.fuzz_kinds import HOOKS, KINDS, Build, Node, Program, parse
 from benchmarks.fuzz_objects import CARRIERS, DRAWS, GLOBALS, SENDERS, WRAPPERS, Carrier, Prefetched, Tagged
 
-__all__ = ["HOOKS", "Net", "Node", "Program", "UserError", "batches", "draw", "legal", "loader", "parse"]
+__all__ = [
+    "COMPILED",
+    "HOOKS",
+    "Net",
+    "Node",
+    "Program",
+    "UserError",
+    "batches",
+    "compiled",
+    "draw",
+    "legal",
+    "loader",
+    "parse",
+]
 
 # ------------------------------------------------------------------------------------------------------------ features
 
@@ -96,7 +109,11 @@ FEATURES: dict[str, tuple[float, str]] = {
     },
     "ddp": (0.4, "m"),
     "ragged": (0.4, "m"),
+    # The planned module is compiled as a whole by this backend. Never drawn, see ``compiled``.
+    "aot_eager": (0.0, "ck"),
+    "inductor": (0.0, "ck"),
 }
+COMPILED = {"aot_eager", "inductor"}
 TAKES = {"mask", *(f"takes_{name}" for name in CARRIERS)}
 GIVES = {"pair_output", "dict_output", *(f"gives_{name}" for name in CARRIERS)}
 EXCLUSIVE = [
@@ -112,6 +129,7 @@ EXCLUSIVE = [
     TAKES,
     GIVES,
     {"adamw", "foreach", "fused", "lbfgs"},
+    COMPILED,
     *({"lbfgs", other} for other in ("accumulate", "clip", "manual", "two_optimizers", "retain", "error")),
     {f"in_{name}" for name in WRAPPERS},
     {"calls", "calls_vary", "two_calls"},
@@ -166,7 +184,9 @@ def draw(seed: int, number: int) -> Program:
     way = chance.choices(["checkpointable", "callback", "pipeline", "processes"], [0.67, 0.295, 0.015, 0.02])[0]
     family = chance.choices(["rows", "sequence", "image"], [0.5, 0.35, 0.15])[0]
     style = chance.choices(["sequential", "traced", "recorded"], [0.5, 0.25, 0.25])[0]
-    features = [name for name, (share, ways) in FEATURES.items() if chance.random() < share and LETTERS[way] in ways]
+    features = [
+        name for name, (share, ways) in FEATURES.items() if share and chance.random() < share and LETTERS[way] in ways
+    ]
     limits = [None, 0.0, round(chance.random(), 2), 1.0, 2.0, -0.1]
     by_chance = 0.3 if way == "callback" else 0.5  # only there limits are for whole steps
     limit = chance.choices(limits, [by_chance, 0.2, 0.2, 0.05, 0.042, 0.008])[0]
@@ -187,6 +207,21 @@ def draw(seed: int, number: int) -> Program:
     program = legal(program)
     length = chance.choices([2, 3, 4, 6, 9], [2, 4, 4, 2, 1])[0]
     return replace(program, body=_row(chance, program, length, depth=2))
+
+
+def compiled(program: Program, backend: str, number: int) -> Program:
+    """The program with its planned module compiled as a whole, and with batches of which something can be saved."""
+    chance = random.Random(f"compiled-{number}")
+    return legal(
+        replace(
+            program,
+            way=chance.choice(["callback", "checkpointable"]),
+            limit=chance.choice([2.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
+            features=(backend, *program.features),
+            batch=chance.choice([24, 48, 96, 192]),
+            steps=max(program.steps, 3),
+        )
+    )
 
 
 LETTERS = {"callback": "c", "checkpointable": "k", "pipeline": "p", "processes": "m"}
@@ -312,9 +347,21 @@ class Net(L.LightningModule):
                 self.body = wrapper(self.body)
         if program.has("alias"):
             self.backbone = self.body
+        for backend in COMPILED & {*program.features}:
+            self._compile(backend)
         if program.has("side"):
             again = [self._make(build, node) for node in program.body[:2]]
             self.side = nn.Sequential(*again, build.projection())
+
+    def _compile(self, backend: str) -> None:
+        """Compile the planned module in one of the ways that users have."""
+        match self.program.seed % 3:
+            case 0:
+                self.body.compile(backend=backend)
+            case 1:
+                self.body = torch.compile(self.body, backend=backend)
+            case _:
+                self.body.forward = torch.compile(self.body.forward, backend=backend)
 
     @staticmethod
     def _make(build: Build, node: Node) -> nn.Module:

@@ -1,7 +1,8 @@
 """The peak of a finished pair of graphs, counted from its nodes before anything is compiled.
 
-Inputs of the forward are held by the caller and count nothing. What the forward returns, and what it saves, is held
-until the backward has read it; gradients of outputs count while they are read.
+Inputs of the forward are held by the caller and count nothing, but for copies that a compiler makes of them. What the
+forward returns, and what it saves, is held until the backward has read it; gradients of outputs count while they are
+read.
 """
 
 from __future__ import annotations
@@ -51,8 +52,12 @@ def count_peak(
     """
     returned = _returned(forward)
     inputs = set(forward.graph.find_nodes(op="placeholder"))
-    kept = {owner(node) for node in returned} - inputs
-    forward_peak, held_bytes = _walk(forward, held={}, kept=kept, fused=fused, workspaces=workspaces)
+    copied = set(filter(_is_laid_out_anew, inputs.intersection(returned[outputs:]) - set(returned[:outputs])))
+    if not fused:
+        copied = set()
+    kept = {owner(node) for node in returned} - (inputs - copied)
+    copies = {node: node_bytes(node) for node in copied}
+    forward_peak, held_bytes = _walk(forward, held=copies, kept=kept, fused=fused, workspaces=workspaces)
     # The two graphs have no node in common. A placeholder of the backward has the name of what the forward saves.
     saved_names = {node.name: owner(node) for node in returned[outputs:]}
     output_owners = set(map(owner, returned[:outputs])) - inputs
@@ -63,7 +68,7 @@ def count_peak(
         saved = saved_names.get(node.name)
         if is_tangent(node):
             held[node] = node_bytes(node)
-        elif saved is not None and saved not in inputs and saved not in output_owners:
+        elif saved is not None and (saved not in inputs or saved in copied) and saved not in output_owners:
             # An output that is saved, too, stays with the caller.
             held[node] = node_bytes(saved)
             passing.add(saved)
@@ -76,6 +81,29 @@ def count_peak(
 def _returned(module: fx.GraphModule) -> list[fx.Node]:
     output = next(iter(reversed(module.graph.nodes)))
     return [node for node in output.args[0] if isinstance(node, fx.Node)]
+
+
+def _is_laid_out_anew(saved: fx.Node) -> bool:
+    """True if Inductor saves a copy of an input, as convolutions read it, and not the input.
+
+    On CPUs it lets images and weights lie with their channels last. What it saves of those that lead to a convolution
+    lies so, too: inputs are copied when the forward begins, and the copies held until the backward has read them.
+    """
+    value = saved.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() != 4 or value.device.type != "cpu":
+        return False
+    if value.is_contiguous(memory_format=torch.channels_last) or not torch.backends.mkldnn.is_available():
+        return False
+    seen: set[fx.Node] = set()
+    waiting = list(saved.users)
+    while waiting:
+        node = waiting.pop()
+        if node.target is torch.ops.aten.convolution.default:
+            return True
+        if node not in seen and node.target is not torch.ops.aten.bmm.default:
+            seen.add(node)
+            waiting += node.users
+    return False
 
 
 def _walk(

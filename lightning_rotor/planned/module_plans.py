@@ -47,7 +47,7 @@ from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
-from lightning_rotor.private.torch_names import CompiledCall
+from lightning_rotor.private.torch_names import CompiledCall, keep_library_out_of_graphs
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
 from lightning_rotor.schedule import Leaf, Schedule
@@ -266,6 +266,7 @@ class ModulePlans:
 
     def prepare(self, signature: Signature, value: Any) -> Prepared:
         """The plan of a call, made now if there is none."""
+        keep_library_out_of_graphs()
         prepared = None
         spent_seconds = self.measuring_seconds
         # Processes that exchange messages plan calls of one step behind it, together.

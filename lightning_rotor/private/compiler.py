@@ -1,5 +1,6 @@
 """``torch.compile``: modules that were compiled, with which settings, and code that must not be."""
 
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,6 +31,31 @@ def uncompiled() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+# What users' compiled code may call between its graphs: hooks for saved tensors, modes, and all that these call. Not
+# modules that may be in a user's graph (skip, invertible), nor this file, in which a compiled function lies.
+_NEVER_COMPILED = ("execution", "memory", "planned", "planning", "profiling", "stages")
+_kept_out: list[str] = []
+
+
+def keep_library_out_of_graphs() -> None:
+    """Let the compiler leave this library's own frames alone, if there is a compiler.
+
+    Where a user's compiled code breaks into several graphs, all frames that run between them would be compiled, and
+    compiled again for each tensor that they see.
+    """
+    if _kept_out or "torch._dynamo" not in sys.modules:
+        return
+    from torch._dynamo import trace_rules
+
+    package = __name__.partition(".")[0]
+    _kept_out.extend(f"{package}.{name}" for name in _NEVER_COMPILED)
+    for module in pkgutil.iter_modules(sys.modules[__name__.rpartition(".")[0]].__path__, f"{package}.private."):
+        if module.name != __name__:
+            _kept_out.append(module.name)
+    for name in _kept_out:
+        trace_rules.add(name)
 
 
 COMPILED_CALL = "_compiled_call_impl"

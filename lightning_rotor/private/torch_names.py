@@ -23,6 +23,7 @@ from lightning_rotor.private.compiler import (
     is_compiled_in_place,
     is_compiler_wrapper,
     is_inductor,
+    keep_library_out_of_graphs,
     module_inside,
     outside_of_graphs,
     settings_told_by,

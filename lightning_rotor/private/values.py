@@ -181,6 +181,12 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         if type(left) is not type(right) or len(left_parts) != len(right_parts):
             return False
         return all(map(same_bits, left_parts, right_parts))
+    if torch.sparse_coo in (left.layout, right.layout):
+        if left.layout != right.layout:
+            return False
+        # Such as gradients of ``nn.Embedding(sparse=True)``, for which equality has no kernel.
+        left, right = left.detach().coalesce(), right.detach().coalesce()
+        return same_bits(left.indices(), right.indices()) and same_bits(left.values(), right.values())
     # A NaN equals no NaN, so where both are one, the values are compared as "same".
     return bool(((left == right) | ((left != left) & (right != right))).all())
 

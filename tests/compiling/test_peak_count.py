@@ -91,3 +91,26 @@ def test_a_compiler_writes_a_pointwise_result_over_what_it_reads_last(fused: boo
     pair.backward.output((node_of(pair.backward.placeholder("tangents_1"), 4 * KIB),))
     # A kernel of its own reads the second one, which is therefore not made where it is read.
     assert pair.peak(fused=fused).forward_bytes == ((8 + 4) if fused else 16) * KIB
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_compiler_saves_copies_of_what_convolutions_read(fused: bool, channels_last: bool) -> None:
+    shape, layout = (2, 4, 8, 8), torch.channels_last if channels_last else torch.contiguous_format
+    forward, backward = fx.Graph(), fx.Graph()
+    image = forward.placeholder("primals_1")
+    image.meta["val"] = torch.empty(shape).contiguous(memory_format=layout)
+    weight = forward.placeholder("primals_2")
+    weight.meta["val"] = torch.empty(4, 4, 3, 3).contiguous(memory_format=layout)
+    settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    result = forward.call_function(ATEN.convolution.default, (image, weight, None, *settings))
+    result.meta["val"] = torch.empty(shape)
+    forward.output((result, image, weight))
+    for node in (image, weight):
+        backward.placeholder(node.name).meta["val"] = node.meta["val"]
+    gradient = node_of(backward.placeholder("tangents_1"), KIB)
+    backward.output((gradient,))
+    modules = (fx.GraphModule({}, graph) for graph in (forward, backward))
+    peak = count_peak(*modules, outputs=1, fused=fused, workspaces=Workspaces(fused=fused))
+    copied_bytes = image.meta["val"].nbytes + weight.meta["val"].nbytes
+    assert peak.held_bytes == result.meta["val"].nbytes + (copied_bytes if fused and not channels_last else 0)

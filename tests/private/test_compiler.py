@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_rotor import Checkpointable
 from lightning_rotor.private.compiler import compiled_call_of, is_compiled, is_compiler_wrapper, module_inside
 
 
@@ -50,3 +51,32 @@ def test_what_the_compiler_returns_has_the_module_inside() -> None:
     assert module_inside(wrapper) is net
     assert is_compiled(wrapper)
     assert not is_compiled(net)
+
+
+def test_frames_of_this_library_between_a_users_graphs_are_not_compiled() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+                torch._dynamo.graph_break()
+                # Saved between two graphs, under whatever hooks there are.
+                x = aside(x)
+            return x
+
+    @torch.compiler.disable
+    def aside(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    net = Broken()
+    net.compile(backend="aot_eager")
+    torch._dynamo.utils.clear_compilation_metrics()
+    x = torch.randn(16, 8)
+    for _ in range(2):
+        Checkpointable(net, mem_limit="1GiB", show_progress=False)(x).sum().backward()
+    compiled = [str(each.co_filename) for each in torch._dynamo.utils.get_compilation_metrics()]
+    assert compiled
+    assert not [name for name in compiled if "lightning_rotor" in name and not name.endswith("compiler.py")]
