@@ -263,7 +263,8 @@ class StepPlanner(BudgetSource):
             self._compiled_steps.note(
                 step.batch, held_bytes=min(phase.start_bytes for phase in phases), peak_bytes=highest.peak_bytes
             )
-        self.limit.check_final(step, phases)
+        if self.limit.check_final(step, phases):
+            self.watch.repeat()
         return was_due and not self.watch.due
 
     def _look_at_start(self, step: Step | None) -> None:
@@ -374,7 +375,8 @@ class StepPlanner(BudgetSource):
             self._correct_by_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
-        self.limit.check_final(step, phases)
+        if self.limit.check_final(step, phases):
+            self.watch.repeat()
         peak_bytes = self.watch.peak_bytes
         if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
@@ -481,7 +483,8 @@ class StepPlanner(BudgetSource):
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
         """Remember for which sizes the limit was kept, as smaller ones keep it too."""
         for call in step.numbers:
-            signature = call.key.signature
+            # Of the sizes that have come: the plan may be for larger ones, of which this step shows nothing.
+            signature = call.signature or call.key.signature
             schedule = call.prepared.schedule
             # A smaller step takes no more under the same schedule. Under another one it may peak elsewhere.
             if peak_bytes > self.limit.size_bytes:
