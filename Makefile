@@ -17,6 +17,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.lightning-rotor
 KEY := $(shell cat pyproject.toml constraints.txt | cksum) $(CURDIR) $(TORCH)
 
+# What is compiled is written, whatever the environment says: the suite starts dozens of processes, and each would compile
+# the package and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-gpu test-versions lint types suite docs features bench projects release-check format clean
 .DEFAULT_GOAL := test
 
