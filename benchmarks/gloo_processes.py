@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-_TIMEOUT_SECONDS = 90
+_PATIENCE_SECONDS = 90
 
 
 class Processes:
@@ -26,17 +26,19 @@ class Processes:
     Args:
         count: Number of processes.
         preload: Modules that the server imports from which the processes are forked.
+        patience_seconds: Longest that a job may take.
     """
 
-    def __init__(self, count: int, preload: Sequence[str] = ()) -> None:
+    def __init__(self, count: int, preload: Sequence[str] = (), *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(preload))
+        self._patience_seconds = patience_seconds
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(count)]
         self._answers = context.Queue()
         self._numbers = iter(range(10**6))
         self._processes = [
-            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers), daemon=True)
+            context.Process(target=_work, args=(rank, self._jobs[rank], self._answers, patience_seconds), daemon=True)
             for rank in range(count)
         ]
         # The server, which the first one starts, finds modules as this process does.
@@ -54,10 +56,10 @@ class Processes:
             self._jobs[rank].put((store, world, job, arguments))
         answers: dict[int, Any] = {}
         for _ in range(world - len(mortal)):
-            rank, answer = self._answers.get(timeout=_TIMEOUT_SECONDS)
+            rank, answer = self._answers.get(timeout=self._patience_seconds)
             answers[rank] = answer
         for rank in mortal:
-            self._processes[rank].join(_TIMEOUT_SECONDS)
+            self._processes[rank].join(self._patience_seconds)
             answers[rank] = self._processes[rank].exitcode
         return [answers[rank] for rank in range(world)]
 
@@ -79,7 +81,7 @@ class Failure:
         self.text = "".join(traceback.format_exception(error))
 
 
-def _work(rank: int, jobs: Any, answers: Any) -> None:
+def _work(rank: int, jobs: Any, answers: Any, patience_seconds: float) -> None:
     torch.set_num_threads(1)
     while (task := jobs.get()) is not None:
         # The library collects garbage and looks through all objects, of which imported modules have millions. Take these out.
@@ -96,7 +98,7 @@ def _work(rank: int, jobs: Any, answers: Any) -> None:
                 store=dist.FileStore(store, world),
                 rank=rank,
                 world_size=world,
-                timeout=timedelta(seconds=_TIMEOUT_SECONDS - 20),
+                timeout=timedelta(seconds=patience_seconds - 20),
             )
             answer = job(rank, *arguments)
         except BaseException as error:

@@ -30,6 +30,7 @@ class Boundaries:
         dropped: bool | None = None,
     ) -> None:
         """Add holders; say how many bytes of it the stages on either side save; drop it, or rebuild it."""
+        # The total is kept up to date, as summing up all boundaries at each step would make a simulation quadratic.
         before = self.bytes(boundary)
         self.holders[boundary] += holders
         if producer is not None:
@@ -43,6 +44,7 @@ class Boundaries:
     def bytes(self, boundary: int) -> int:
         """Bytes of it that are alive."""
         size = self.size_bytes[boundary]
+        # Whoever holds it holds all of it, and what stages save of it is the same memory.
         if self.holders[boundary]:
             return size
         if self._dropped[boundary]:
@@ -84,6 +86,7 @@ class Skips:
 
     def read_by(self, segment: Segment) -> set[int]:
         """Skips made before a segment that it reads."""
+        # Most chains have no skips, and this is asked for each segment of each schedule.
         if not self._all:
             return set()
         read: set[int] = set()

@@ -44,6 +44,7 @@ class Offload:
     bandwidth: float | Sequence[float] | str | None = None
 
     def __post_init__(self) -> None:
+        # The folder itself is looked at when training begins: settings may be read on another machine.
         if self.target != _HOST and self.folder is None:
             raise OptionError(f"offload is {self.target!r}: expected {_FORMS}")
         # For its error alone: ``repr`` shows the limit as the user wrote it.
@@ -106,10 +107,12 @@ def parse_speed(text: str) -> tuple[float, float]:
         (170000000000.0, 410000000000.0)
     """
     given = _SPEED.fullmatch(text)
+    # A size without "/s" would be taken for the room on the other side.
     if given is None:
         raise _no_speed(text)
     out, back, unit = given["out"], given["back"] or given["out"], given["unit"]
     try:
+        # The units of sizes, so that GB and GiB mean here what they mean there.
         return float(parse_bytes(f"{out}{unit}")), float(parse_bytes(f"{back}{unit}"))
     except UnitError:
         raise _no_speed(text) from None

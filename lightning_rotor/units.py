@@ -73,8 +73,10 @@ def parse_limit(value: int | float | str | None) -> MemoryLimit | None:
             )
         return MemoryLimit(fraction=fraction)
     size = number * _FACTORS[unit]
+    # Half a byte, as of "0.5B", would be a limit of none.
     if not math.isfinite(size) or size < 1:
         raise UnitError(f"memory limit {value!r} is not a positive size: expected {_FORMS}")
+    # 1.5 is no fraction and no count: a unit was forgotten, and which one cannot be guessed.
     if unit == "" and size != int(size):
         raise UnitError(f"memory limit {value!r} has no unit and is no whole number of bytes: expected {_FORMS}")
     return MemoryLimit(size_bytes=int(size))

@@ -29,22 +29,37 @@ from xdist.scheduler import LoadFileScheduling
 from lightning_rotor.planned import module_plans
 from lightning_rotor.planning import compilation, dynamic_program
 from lightning_rotor.private.running_threads import threads
+from lightning_rotor.profiling import stage_seconds
 from tests import cuda_device, grids
 from tests.cuda_device.remote import SimulatedDevices
 from tests.features import FeatureResults, declared_features
+from tests.imported_python import ImportedPython
 
 torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
-    *("test_ranks", "test_cuda_memory", "test_pipeline_runner", "test_pipeline_failures", "test_pipeline_strategy"),
-    *("test_graph_cuts", "test_ways_bad_input", "test_target", "test_solver", "test_lightning_tools"),
-    *("test_compiled", "test_no_trace", "test_callback", "test_recording", "test_families", "test_docs", "test_skips"),
-    *("test_inversion", "test_gpu_benchmark", "test_invertible_example", "test_frontier", "test_ways"),
+    *("test_ranks", "test_cuda_memory", "test_messages", "test_pipeline_runner", "test_tensor_parallel"),
+    *("test_pipeline_failures", "test_pipeline_strategy", "test_compiled", "test_target", "test_lightning_tools"),
+    *("test_fuzz", "test_partitioner", "test_compiled_steps", "test_graph_cuts", "test_invertible_example"),
+    *("test_vision_language", "test_packaging", "test_no_trace", "test_callback", "test_holders", "test_recording"),
+    *("test_coming_from", "test_imagenet_example", "test_inversion", "test_ways_bad_input", "test_first_step"),
+    *("test_late_copies", "test_solver", "test_docs", "test_estimates", "test_gpu_benchmark", "test_skips"),
+    *("test_frontier", "test_compilation", "test_families", "test_ways"),
 )
 # What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, and
 # the server that processes of pipelines are forked from. One of the test processes starts it, and has all these files.
 SHARED = ("mark.gpu", "from pipelines import")
+
+# Where it matters how good plans are: tables are as fine as a user's.
+FINE_FOLDERS = ("planning", "report", "advising", "pipeline")
+FINE = ("test_skips",)
+# Where seconds of stages are compared, or what follows from them: they are measured as thoroughly as for a user.
+TIMED_FOLDERS = ("profiling", "report", "advising")
+TIMED = (
+    *("test_busy_machine", "test_checkpointable", "test_compiled", "test_compiled_steps", "test_advice"),
+    *("test_advice_ranks", "test_batch_sizes", "test_pipeline_speeds", "test_offload", "test_offloading"),
+)
 
 # Profiling takes as long as it takes, so no deadline. Continuous integration must not fail by chance; developers search anew each time.
 hypothesis.settings.register_profile("rotor", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -145,11 +160,26 @@ def _compiled_tables(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def coarse_tables() -> Iterator[None]:
-    """For tests that compare bits and peaks, and not how good plans are."""
+@pytest.fixture(scope="module", autouse=True)
+def _coarse_tables(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wherever bits and peaks are compared, and not how good plans are."""
     with pytest.MonkeyPatch.context() as patch:
-        grids.make_tables_coarse(patch)
+        if request.path.parent.name not in FINE_FOLDERS and request.path.stem not in FINE:
+            grids.make_tables_coarse(patch)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_timed_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As many of a short stage as of a long one, and none again because other work has interrupted it.
+
+    Costs decide which plan of those that fit a test gets, and it compares bits and bytes. So what else the machine does
+    must not decide how long the test takes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name not in TIMED_FOLDERS and request.path.stem not in TIMED:
+            patch.setattr(stage_seconds, "_MORE_OF_SHORT", 1)
+            patch.setattr(stage_seconds, "_MOST_INTERRUPTED", 0)
         yield
 
 
@@ -174,6 +204,14 @@ def _no_thread_stays() -> Iterator[None]:
     if threads() > before:
         stacks = [traceback.format_stack(frame) for frame in sys._current_frames().values()]
         pytest.fail("a thread outlives the test:\n" + "\n".join("".join(stack[:4]) for stack in stacks))
+
+
+@pytest.fixture(scope="session")
+def imported_python() -> Iterator[ImportedPython]:
+    """For code in a process of its own, without the seconds in which torch is imported."""
+    made = ImportedPython()
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -21,12 +21,20 @@ def examples(few: int, many: int) -> int:
 
 
 def make_tables_coarse(patch: pytest.MonkeyPatch) -> None:
-    """A fifth of the planner's work, where bits and peaks are compared, and not how good plans are.
+    """A tenth of the planner's work, where bits and peaks are compared, and not how good plans are.
 
-    Tables of short chains are coarser, and schedules that exceed a budget are not edited until they fit.
+    Tables of short chains are coarser, schedules that exceed a budget are not edited until they fit, and few edits look
+    for the least memory.
     """
     usual = effort.current
-    coarse = replace(usual, cheap_sums=usual.cheap_sums / 10, cheap_numbers=usual.cheap_numbers / 10, edited_options=0)
+    coarse = replace(
+        usual,
+        cheap_sums=usual.cheap_sums / 10,
+        cheap_numbers=usual.cheap_numbers / 10,
+        edited_options=0,
+        descents=1,
+        judged_stages=usual.judged_stages // 10,
+    )
     patch.setattr(effort, "current", coarse)
 
 

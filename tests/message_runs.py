@@ -1,13 +1,11 @@
-"""Modules that exchange messages, trained on two processes: ``python -m tests.message_runs FOLDER`` leaves what each saw.
+"""Modules that exchange messages, trained on two processes.
 
 Nothing in their forwards says so: a helper, an autograd function, or a library sends. The second process is slower.
 """
 
 from __future__ import annotations
 
-import gc
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -35,6 +33,7 @@ from lightning_rotor.errors import MessageError, ProfilerBusyError, ProfilingErr
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.private import process_groups
 from lightning_rotor.profiling.step_compute import measure_compute
+from tests import grids
 
 WIDTH, BATCH, STEPS = 16, 48, 4
 TIMEOUT = timedelta(seconds=60)
@@ -638,34 +637,29 @@ def silence() -> dict[str, Any]:
     }
 
 
-def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()  # or the library, which collects garbage, looks through all that is imported
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+WAYS: dict[str, Callable[[Kind, Path], dict[str, Any]]] = {
+    "lightning": under_lightning,
+    "by_hand": lambda kind, _: by_hand(kind, in_ddp=False),
+    "ddp": lambda kind, _: by_hand(kind, in_ddp=True),
+}
+SPECIAL: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "other_inputs": lambda _: other_inputs(),
+    "first_message_late": lambda _: first_message_late(),
+    "two_groups": lambda _: two_groups(),
+    "profiler_on_one function": lambda _: profiler_on_one("function"),
+    "profiler_on_one backward": lambda _: profiler_on_one("backward"),
+    "chosen_schedules": lambda _: chosen_schedules(),
+    "callback_again": callback_again,
+    "silence": lambda _: silence(),
+}
+
+
+def training(rank: int, case: str, folder: Path) -> dict[str, Any]:
+    """What this process sees of a case: a kind and a way, or a special one."""
+    grids.make_tables_coarse(pytest.MonkeyPatch())
     GROUPS["both"] = dist.new_group([0, 1])
-    GROUPS["mine"] = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    ways: dict[str, Callable[[Kind], dict[str, Any]]] = {
-        "lightning": lambda kind: under_lightning(kind, folder),
-        "by_hand": lambda kind: by_hand(kind, in_ddp=False),
-        "ddp": lambda kind: by_hand(kind, in_ddp=True),
-    }
-    found = {
-        f"{name} {way}": ways[way](kind)
-        for name, kind in KINDS.items()
-        if not names or name in names
-        for way in kind.ways
-    }
-    special: dict[str, Callable[[], dict[str, Any]]] = {
-        "other_inputs": other_inputs, "first_message_late": first_message_late, "two_groups": two_groups,
-        "profiler_on_one function": partial(profiler_on_one, "function"),
-        "profiler_on_one backward": partial(profiler_on_one, "backward"),
-        "chosen_schedules": chosen_schedules, "callback_again": partial(callback_again, folder), "silence": silence,
-    }  # fmt: skip
-    found |= {name: run() for name, run in special.items() if not names or name in names}
-    torch.save(found, folder / f"messages{dist.get_rank()}.pt")
-    dist.barrier()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    GROUPS["mine"] = [dist.new_group([member]) for member in range(2)][rank]
+    if case in SPECIAL:
+        return SPECIAL[case](folder)
+    name, way = case.split()
+    return WAYS[way](KINDS[name], folder)

@@ -8,13 +8,17 @@ from typing import Any
 
 from benchmarks.gloo_processes import Failure, Processes
 
-__all__ = ["Failure", "Processes", "good", "processes"]
+__all__ = ["PATIENCE_SECONDS", "Failure", "Processes", "good", "processes"]
+
+
+PATIENCE_SECONDS = 250
+"""For whole trainings on a busy machine."""
 
 
 @contextmanager
-def processes(count: int) -> Iterator[Processes]:
+def processes(count: int, **options: float) -> Iterator[Processes]:
     """:class:`Processes` that end with the context."""
-    made = Processes(count, preload=["pipeline_server"])
+    made = Processes(count, preload=["pipeline_server"], **options)
     try:
         yield made
     finally:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from pipelines import PATIENCE_SECONDS, good, processes
 
 from lightning_rotor.advising import Cluster, advise
 from lightning_rotor.profiling.input_spec import InputSpec
-from tests.advice_runs import ROWS, Whole
-from tests.processes import ROOT
+from tests.advice_runs import ROWS, Whole, peak_bytes
 from tests.rank_runs import WIDTH
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    path: Path = tmp_path_factory.mktemp("advice") / "measured.json"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "tests.advice_runs", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert path.exists(), done.stderr[-2000:]
-    return json.loads(path.read_text())
+def measured() -> dict[str, int]:
+    """By way, what the first process takes."""
+    ways = {"DDP": None, "FSDP2 True": True, "FSDP2 False": False}
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as group:
+        return {way: good(group.run(2, peak_bytes, reshard))[0] for way, reshard in ways.items()}
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,6 @@ from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.simulator import simulate
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 CPU = torch.device("cpu")
 BATCH = 64
 

@@ -21,8 +21,6 @@ from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.training import Witness, assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:

@@ -20,7 +20,7 @@ from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling.cuda_recording import await_autograd
 from lightning_rotor.profiling.workspaces import take_workspaces
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("coarse_tables")]
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 SCALARS = 2 * 512
 """The loss and the gradient that its backward starts from; each tensor takes a block of its own."""

@@ -15,8 +15,6 @@ from torch import nn
 from lightning_rotor import RotorCallback
 from tests.training import assert_same_training, tight_limit, train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 
 class Task(L.LightningModule):
     """Around any model; those of transformers return more than logits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from lightning_rotor.planning.joint_chain import StepPlan
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 pytestmark = [
-    pytest.mark.usefixtures("coarse_tables"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
 ]
 
@@ -122,9 +123,25 @@ class OneCall(Steps):
         return self.logged(self.encoder(batch))
 
 
+def batches() -> DataLoader[torch.Tensor]:
+    return DataLoader(torch.randn(6 * 96, 24, generator=torch.Generator().manual_seed(3)), 96)
+
+
 def run(kind: type[Steps], folder: Path, *callbacks: L.Callback) -> Any:
-    data = DataLoader(torch.randn(6 * 96, 24, generator=torch.Generator().manual_seed(3)), 96)
-    return fit([*callbacks], folder, model=seeded(kind, {}), data=data)
+    return fit([*callbacks], folder, model=seeded(kind, {}), data=batches())
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Steps]], tuple[Any, Recorder, int]]:
+    """A plain training of a kind, what it took, and the least limit; all limits share them."""
+
+    @cache
+    def known(kind: type[Steps]) -> tuple[Any, Recorder, int]:
+        folder, recorder = tmp_path_factory.mktemp(kind.__name__), Recorder(measured=(4,))
+        trained = run(kind, folder, recorder)
+        return trained, recorder, least_limit(folder, model=seeded(kind, {}), data=batches())
+
+    return known
 
 
 @pytest.mark.parametrize(
@@ -139,12 +156,9 @@ def run(kind: type[Steps], folder: Path, *callbacks: L.Callback) -> Any:
 )
 @pytest.mark.parametrize("share", [0.0, 0.5, 4.0])
 def test_what_the_dry_run_does_not_reach_is_planned_from_the_first_step_on(
-    kind: type[Steps], planned: list[str], share: float, tmp_path: Path
+    kind: type[Steps], planned: list[str], share: float, tmp_path: Path, known: Callable[[type[Steps]], Any]
 ) -> None:
-    data = DataLoader(torch.randn(6 * 96, 24, generator=torch.Generator().manual_seed(3)), 96)
-    plain = Recorder(measured=(4,))
-    expected = run(kind, tmp_path, plain)
-    least = least_limit(tmp_path, model=seeded(kind, {}), data=data)
+    expected, plain, least = known(kind)
     limit = int(least + share * (plain.peaks[4] - least))
     rotor, recorder = RotorCallback(limit, show_table=False), Recorder()
     trained = run(kind, tmp_path, rotor, recorder)

@@ -21,8 +21,6 @@ from lightning_rotor.memory.resident_memory import allocated_bytes
 from lightning_rotor.profiling import StepMeter
 from tests.training import assert_same_training, train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 WIDTH = 32
 ATOMS = 20
 

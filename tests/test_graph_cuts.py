@@ -35,8 +35,6 @@ from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.stage_identity import stage_identity
 from lightning_rotor.schedule import Schedule
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 CPU = torch.device("cpu")
 
 

@@ -33,8 +33,6 @@ from tests.invertible import step as invertible_step
 from tests.models import Case, training_step
 from tests.strategies import random_schedule
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 LOSS_BYTES = 16
 WIDTH = 32
 

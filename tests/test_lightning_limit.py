@@ -18,8 +18,6 @@ from lightning_rotor.planning import Plan, minimum_budget, plan
 from lightning_rotor.profiling import StepMeter
 from tests.training import train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 BATCH = 128
 
 

@@ -18,8 +18,6 @@ from lightning_rotor import RotorCallback, RotorWarning
 from lightning_rotor.profiling import Profile, profile_chain
 from tests.training import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 WIDTH, BATCH = 16, 32
 
 

@@ -30,8 +30,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
 from tests.training import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 WIDTH, BATCH = 16, 64
 LIMIT = 65 * 1024  # plain training takes 85 KiB
 

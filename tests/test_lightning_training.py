@@ -17,8 +17,6 @@ from torch import nn
 from lightning_rotor import RotorCallback
 from tests.training import Run, assert_same_training, tight_limit, train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 # Outputs outweigh whatever a processor's kernels take for the time of one stage, so that a tight limit asks for recomputation
 # on all of them: plain training takes nearly twice the limit (a batch of 64 did not, where half-precision kernels use AMX).
 WIDTH, BATCH, BLOCKS, ROOM = 24, 512, 4, 0.25

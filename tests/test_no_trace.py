@@ -24,7 +24,7 @@ from lightning_rotor import Checkpointable, RotorCallback, Schedule, is_recomput
 from lightning_rotor.errors import ExecutionError
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
-pytestmark = [pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB"), pytest.mark.usefixtures("coarse_tables")]
+pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
 WAYS = pytest.mark.parametrize("way", ["sequential", "graph"])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.processes import run_python
+from tests.imported_python import ImportedPython
 
 # Run before the package is imported; torch and Lightning, which ask for some of it themselves, are there by then.
 HIDING = """
@@ -59,9 +61,11 @@ except ProfilingError as error:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_it_imports_plans_and_trains_without_what_other_systems_lack(system: str, tmp_path) -> None:
+def test_it_imports_plans_and_trains_without_what_other_systems_lack(
+    system: str, tmp_path: Path, imported_python: ImportedPython
+) -> None:
     program = f"{SYSTEMS[system]}\nfolder = {str(tmp_path)!r}\n{PROGRAM}"
-    planned, error = run_python("-c", program)[0].splitlines()
+    planned, error = imported_python.run(program).splitlines()
     assert planned == "planned and trained"
     assert error == "this machine's memory cannot be read: install psutil, or give the memory limit in bytes"
     assert not list(tmp_path.iterdir())
@@ -89,12 +93,12 @@ print(rotor.plan.overhead)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_callback_trains_there(system: str, tmp_path) -> None:
-    assert run_python("-c", SYSTEMS[system] + CALLBACK, cwd=tmp_path)[0].splitlines()[-1] == "0.0"
+def test_the_callback_trains_there(system: str, tmp_path: Path, imported_python: ImportedPython) -> None:
+    assert imported_python.run(SYSTEMS[system] + CALLBACK, cwd=tmp_path).splitlines()[-1] == "0.0"
 
 
-def test_the_command_line_plans_there() -> None:
+def test_the_command_line_plans_there(imported_python: ImportedPython) -> None:
     options = ["plan", "--model", "torch.nn.TransformerEncoderLayer", "--input", "3x4x8", "--budget", "1GiB"]
     options += ["--model-arg", "d_model=8", "--model-arg", "nhead=2"]
     program = f"{SYSTEMS['Windows']}\nfrom lightning_rotor.report.command_line import main\nsys.exit(main({options}))"
-    assert "Recomputation plan" in run_python("-c", program)[0]
+    assert "Recomputation plan" in imported_python.run(program)

@@ -18,8 +18,6 @@ from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
 from lightning_rotor.planned.target_search import named_target
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 
 def convolutions(first: int = 3, width: int = 12, depth: int = 3) -> nn.Sequential:
     layers: list[nn.Module] = []

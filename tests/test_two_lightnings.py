@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,16 +12,18 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from pipelines import PATIENCE_SECONDS, Processes, good, processes
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_rotor import RotorBatchSizeAdvice, RotorCallback
 from lightning_rotor.private import lightning_packages
 from lightning_rotor.strategies import RotorPipelineStrategy
-from tests.processes import run_python
+from tests.imported_python import ImportedPython
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
 LIGHTNINGS = [lightning.pytorch, pytorch_lightning]
+ROWS = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "max_epochs": 1}
 
 
@@ -102,46 +106,47 @@ def test_they_are_classes_of_both() -> None:
         assert pl.strategies.StrategyRegistry["rotor_pipeline"]["strategy"] is RotorPipelineStrategy
 
 
-PIPELINE = """
-import json, os, sys, torch
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-import {name} as pl
-from torch import nn
-from torch.utils.data import DataLoader
-from lightning_rotor.strategies import RotorPipelineStrategy
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as made:
+        yield made
 
-torch.set_num_threads(1)
 
-class Model(pl.LightningModule):
-    def __init__(self):
+class Short(pytorch_lightning.LightningModule):
+    """Of the package that is not the one this library is written for."""
+
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())])
-    def training_step(self, batch, batch_idx):
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.net(batch).square().mean()
-    def configure_optimizers(self):
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), 0.1)
 
-def fit(**options):
-    model = Model()
-    rows = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
-    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False, **options)
-    trainer.fit(model, DataLoader(rows, batch_size=8))
-    return model
 
-cut = fit(devices=2, strategy=RotorPipelineStrategy(micro_batches=2, process_group_backend="gloo"))
-if cut.global_rank == 0:
-    plain = fit(devices=1)
-    print(json.dumps(max((a - b).abs().max().item() for a, b in zip(cut.parameters(), plain.parameters()))))
-"""
+def pipelined(rank: int) -> list[torch.Tensor]:
+    """Weights after a training over two processes."""
+    warnings.simplefilter("ignore")
+    model = Short()
+    strategy = RotorPipelineStrategy(micro_batches=2, process_group_backend="gloo")
+    trainer = pytorch_lightning.Trainer(devices=2, strategy=strategy, logger=False, enable_checkpointing=False, **QUIET)
+    trainer.fit(model, DataLoader(ROWS, batch_size=8))
+    return [weight.detach() for weight in model.parameters()]
 
 
-def test_a_trainer_of_the_other_package_runs_a_pipeline(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(PIPELINE.format(name="pytorch_lightning"))
-    printed, _ = run_python(str(script))
-    assert float(printed.splitlines()[-1]) < 1e-6
+def test_a_trainer_of_the_other_package_runs_a_pipeline(group: Processes) -> None:
+    model = Short()
+    optimizer = model.configure_optimizers()
+    for batch in ROWS.split(8):
+        optimizer.zero_grad()
+        model.training_step(batch, 0).backward()
+        optimizer.step()
+    for weights in good(group.run(2, pipelined)):
+        for weight, expected in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(weight, expected.detach(), rtol=0, atol=1e-6)
 
 
 ONE_IS_MISSING = """
@@ -180,8 +185,8 @@ print(json.dumps([str(rotor.plan.schedule), [kind.__module__ for kind in RotorCa
     ("name", "blocked"),
     [("pytorch_lightning", ("lightning",)), ("lightning.pytorch", ("pytorch_lightning", "lightning_fabric"))],
 )
-def test_one_of_them_is_enough(name: str, blocked: tuple[str, ...]) -> None:
-    printed, _ = run_python("-c", ONE_IS_MISSING.format(name=name, blocked=blocked))
+def test_one_of_them_is_enough(name: str, blocked: tuple[str, ...], imported_python: ImportedPython) -> None:
+    printed = imported_python.run(ONE_IS_MISSING.format(name=name, blocked=blocked))
     schedule, bases, is_strategy = json.loads(printed.splitlines()[-1])
     assert schedule == "0-2"
     assert bases == [f"{name}.callbacks.callback"]
@@ -198,7 +203,7 @@ def test_one_that_is_too_old_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
-def test_the_lightning_that_was_imported_keeps_its_logger(name: str) -> None:
+def test_the_lightning_that_was_imported_keeps_its_logger(name: str, imported_python: ImportedPython) -> None:
     lines = (
         f"import sys, logging, {name}",
         f"logging.getLogger({name!r}).setLevel(logging.ERROR)",
@@ -207,5 +212,4 @@ def test_the_lightning_that_was_imported_keeps_its_logger(name: str) -> None:
         "assert {'lightning.pytorch', 'pytorch_lightning'} <= set(sys.modules)",
         "print(rank_zero.log.name)",
     )
-    printed, _ = run_python("-c", "\n".join(lines))
-    assert printed.strip() == f"{name}.utilities.rank_zero"
+    assert imported_python.run("\n".join(lines)).strip() == f"{name}.utilities.rank_zero"

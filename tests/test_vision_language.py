@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, s
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
-    pytest.mark.usefixtures("coarse_tables"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 TOKENS = {
@@ -118,18 +119,32 @@ class Qwen(Model):
         }
 
 
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Model]], tuple[Any, Recorder, int]]:
+    """A plain training of a kind, what it took, and the least limit; all limits share them."""
+
+    @cache
+    def known(kind: type[Model]) -> tuple[Any, Recorder, int]:
+        folder, recorder = tmp_path_factory.mktemp(kind.__name__), Recorder(measured=(3,))
+        trained = fit([recorder], folder, model=seeded(kind, {}), data=batches(kind))
+        return trained, recorder, least_limit(folder, model=seeded(kind, {}), data=batches(kind))
+
+    return known
+
+
+def batches(kind: type[Model]) -> DataLoader[Any]:
+    return DataLoader([kind.batch()] * 5, batch_size=None)
+
+
 @pytest.mark.parametrize(("kind", "stages"), [(Llava, 55), (Qwen, 50)])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_they_train_inside_a_limit_with_the_bits_of_plain_training(
-    kind: type[Model], stages: int, share: float, tmp_path: Path
+    kind: type[Model], stages: int, share: float, tmp_path: Path, known: Callable[[type[Model]], Any]
 ) -> None:
-    data = DataLoader([kind.batch()] * 5, batch_size=None)
-    left, right = Recorder(measured=(3,)), Recorder()
-    plain = fit([left], tmp_path, model=seeded(kind, {}), data=data)
-    least = least_limit(tmp_path, model=seeded(kind, {}), data=data)
+    plain, left, least = known(kind)
     limit = int(least + share * (left.peaks[3] - least))
-    rotor = RotorCallback(limit, show_table=False)
-    planned = fit([rotor, right], tmp_path, model=seeded(kind, {}), data=data)
+    rotor, right = RotorCallback(limit, show_table=False), Recorder()
+    planned = fit([rotor, right], tmp_path, model=seeded(kind, {}), data=batches(kind))
     assert rotor.plan is not None
     assert rotor.plan.recomputed
     assert sum(len(call.chain) for call in rotor.plan.calls) >= stages

@@ -18,8 +18,6 @@ from torch import nn
 from lightning_rotor import RotorCallback, sequentialize
 from tests.training import Run, appearance, assert_same_bits, assert_same_training, tight_limit, train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 # -------------------------------------------------------------------- one model for each way
 
 

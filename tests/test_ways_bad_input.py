@@ -30,8 +30,6 @@ from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
 from tests.training import appearance, assert_same_bits, assert_same_training, train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 X = (32, 16)
 Forward = Callable[..., Any]
 

@@ -21,8 +21,6 @@ from lightning_rotor.profiling import StepMeter
 from tests.grids import few
 from tests.training import train
 
-pytestmark = pytest.mark.usefixtures("coarse_tables")
-
 STEPS = 8
 
 

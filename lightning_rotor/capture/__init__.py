@@ -18,7 +18,7 @@ stages. Read in this order:
   knows, ``recorded_checks`` nodes that check. A forward that branches on a value is judged here: ``GraphWriter.guard``
   keeps the value as a condition of the recording, or raises ``UntraceableError``.
 - ``surroundings``: what the code could read outside of modules, how far (``reach``), by which names
-  (``names_in_code``).
+  (``names_in_code``). Functions under ``functools.cache`` are ``memoized`` there.
 - ``guards``: whether a recording holds for a call. ``call``, ``ambient``, ``watch``, ``notes`` and ``size_guards`` are
   its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call. What a forward is
   given and does not read (``unread_arguments``) may be anything.

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.copies import BYTES, FILLED, IN_C, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
+from lightning_rotor.capture.memoized import CACHED, Memoized, StandIns
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private.values import attributes_of
@@ -85,9 +86,10 @@ class _Holder:
 class Reach:
     """Values that code can get hold of by the names that it mentions. ``notes`` take each place, and who reads it."""
 
-    def __init__(self, root: nn.Module, notes: Notes) -> None:
+    def __init__(self, root: nn.Module, notes: Notes, stand_ins: StandIns | None = None) -> None:
         self._inside = set(root.modules())
         self._notes = notes
+        self._stand_ins = stand_ins or StandIns()
         self._names: set[str] = set()
         # A name was computed, so that all names count.
         self._wholly = False
@@ -123,8 +125,11 @@ class Reach:
     def read(self, place: Place, path: str, where: str = "") -> None:
         """Note a place that code reads, and follow its value."""
         value = place.read()
+        if isinstance(value, Memoized):
+            return  # read before, when the function was still there
         self._notes.take(place, path)
         self.follow(value, path, where or place.name)
+        self._stand_ins.stand_in_at(place)
 
     def follow_caches(self) -> None:
         """Follow results that functions have cached since they were met, as a recording may call them first."""
@@ -161,6 +166,8 @@ class Reach:
                 value = value.__reduce__.__self__
             except ReferenceError:
                 return
+        if isinstance(value, Memoized):
+            value = value.function
         if type(value) in PLAIN or id(value) in self._seen:
             return
         # Modules of the recorded one are compared by Watch.
@@ -170,7 +177,7 @@ class Reach:
             raise UntraceableError(f"it can read more than {_MOST_VALUES} values outside of modules, through {where!r}")
         self._seen[id(value)] = value
         _require_comparable(value, where)
-        if isinstance(value, _CACHED):
+        if isinstance(value, CACHED):
             self._cached.append((value, path, where))
         # Watch compares containers to the end, and objects one level deep.
         level_inside = level if isinstance(value, FILLED) else _OUTSIDE
@@ -253,7 +260,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
             return (value.__self__,)
         case partial():
             return value.func, *value.args, value.keywords
-        case _ if isinstance(value, _CACHED):
+        case _ if isinstance(value, CACHED):
             return _cached_by(value)
     return ()
 
@@ -266,9 +273,6 @@ def _cached_by(function: Any) -> Iterator[Any]:
         elif not isinstance(held, type):
             yield held
 
-
-_CACHED = type(lru_cache(len))
-"""The type of functions under ``functools.cache`` and ``lru_cache``."""
 
 _HIDES_NAMES = (
     *("collections", "weakref", "enum", "types"),

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from lightning_rotor.capture.memoized import StandIns
 from lightning_rotor.capture.names_in_code import names_attribute, names_in, names_of_others, reads_whole_objects
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.reach import Reach
@@ -79,7 +80,8 @@ class Surroundings:
         self._functions = functions
         self._modules = set(root.modules())
         self.notes = Notes()
-        self._reach = Reach(root, self.notes)
+        self._stand_ins = StandIns()
+        self._reach = Reach(root, self.notes, self._stand_ins)
         self.written_by: str | None = None
         # True while the collector of garbage runs, and finalizers of others with it.
         self._collecting = False
@@ -118,7 +120,7 @@ class Surroundings:
             else:
                 sys.setprofile(profiler)
 
-        with undone(stop):
+        with undone(stop), self._stand_ins.standing():
             # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
             # The one that ends a pause comes first: to make a bound method may start the collector, and a pause that
             # begins before anybody hears of its end would last for the whole recording, in which nothing is noted.

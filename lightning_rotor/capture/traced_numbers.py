@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -156,3 +156,17 @@ def plain(value: Any) -> Any:
     if kind is torch.Size:
         return torch.Size(map(plain, value))
     return value
+
+
+def traced_in(value: Any) -> list[_Traced]:
+    """Numbers that know their nodes: the value itself, or what is in tuples, lists, dicts and slices."""
+    if isinstance(value, _Traced):
+        return [value]
+    entries: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        entries = value
+    elif isinstance(value, dict):
+        entries = (*value, *value.values())
+    elif isinstance(value, slice):
+        entries = (value.start, value.stop, value.step)
+    return [traced for entry in entries for traced in traced_in(entry)]

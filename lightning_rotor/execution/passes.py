@@ -136,6 +136,7 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
         # Modules know their type, not where they are.
         raise error.located(stage.name) from error
     except (TypeError, AttributeError, KeyError) as error:
+        # In a first pass it is an error of the model, as in plain training, and no business of ours.
         if is_recomputing():
             error.args = (
                 f"{error}. Stage {stage.name!r} ran again, or alone: if a layer before hands it something by a global "
@@ -148,6 +149,7 @@ def run_stage(stage: Stage, value: Any, option: int = 0) -> Any:
 
 def forget_casts() -> None:
     """Empty autocast's cache if it is in use."""
+    # The call alone takes microseconds, at every stage of every step.
     if autocast_enabled() and torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 

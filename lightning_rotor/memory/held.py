@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.sharding import is_dtensor
 from lightning_rotor.private.values import plain_parts, tensors_in
 from lightning_rotor.units import in_blocks
 
@@ -54,7 +55,8 @@ def existing_gradient_bytes(module: nn.Module, device: AnyDevice = None) -> int:
 def replaceable(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     """Gradients and optimizer state whose memory goes with them, as a step may replace them.
 
-    Views are not among them: DDP's gradients may be views of its buckets.
+    Views are not among them: DDP's gradients may be views of its buckets. Shards are: FSDP2's gradients are views of
+    the message that has brought them, which goes with the last of them.
     """
     tensors = _gradients_of(module.parameters())
     for optimizer in optimizers:
@@ -62,7 +64,7 @@ def replaceable(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torc
     replaceable_tensors = []
     for tensor in tensors:
         # A DTensor or a quantized tensor has its memory in the plain tensors inside.
-        if all(map(_has_storage_alone, plain_parts(tensor))):
+        if is_dtensor(tensor) or all(map(_has_storage_alone, plain_parts(tensor))):
             replaceable_tensors.append(tensor)
     return replaceable_tensors
 

@@ -74,6 +74,7 @@ class ResidentMemory:
         chain_gradient_bytes = held.gradient_bytes(target, device)
         optimizers = list(optimizers)
         state_bytes = sum(predict_optimizer_state_bytes(optimizer, device) for optimizer in optimizers)
+        # LBFGS holds directions and gradients of its own while the forward and the backward run inside of its step.
         closure_bytes = sum(predict_closure_bytes(optimizer, device) for optimizer in optimizers)
         return cls(
             parameter_bytes=held.parameter_bytes(model, device),
@@ -134,6 +135,7 @@ def _temporary_bytes(optimizers: Sequence[Optimizer], device: torch.device, clos
     highest_bytes = 0
     for optimizer in optimizers:
         temporary_bytes = predict_optimizer_temporary_bytes(optimizer, device)
+        # A sum of what is known would be taken for all of it. Step 2 measures it.
         if temporary_bytes is None:
             return None
         highest_bytes = max(highest_bytes, temporary_bytes)
@@ -146,6 +148,7 @@ def allocated_bytes(
 ) -> int:
     """Bytes that training holds on a device: on CUDA all that the allocator gave out, on the CPU what can be named."""
     kind = kind_of(device)
+    # It knows of what nobody names: workspaces, tensors in closures, other models on the device.
     if kind.tells_allocated:
         return kind.allocated_bytes(device)
     return named_bytes(model, optimizers, batch, device)

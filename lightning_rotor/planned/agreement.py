@@ -52,6 +52,8 @@ class Agreement(Ranks):
         self._members: frozenset[int] = frozenset()
         # Names of the stages that are measured now.
         self._names: Sequence[str] = ()
+        # Of this process alone until the next agreement.
+        self._overdue: BudgetError | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a module measures for itself, and a group is no data.
@@ -155,6 +157,9 @@ class Agreement(Ranks):
         """True if all processes have the same schedule."""
         if not self.together:
             return schedule is not None
+        if self._overdue is not None:
+            # All plan then, which is where errors are told.
+            schedule = None
         text = "" if schedule is None else str(schedule)
         return self._same(text) and schedule is not None
 
@@ -163,6 +168,22 @@ class Agreement(Ranks):
         if not self.together:
             return numbers
         return frozenset(numbers).intersection(*self._told(frozenset(numbers)))
+
+    def put_off(self, error: BudgetError) -> None:
+        """Let all processes raise an error of this one, or a worse one of another, when they plan next.
+
+        Raised at once, it would end this process alone. The others would wait for its messages, and end in an error of
+        torch's that says nothing about a limit. Nobody plans behind the last step, so it is raised at once if it is
+        still there when the next one ends.
+        """
+        if not self.together or self._overdue is not None:
+            raise error
+        self._overdue = error
+
+    @property
+    def overdue(self) -> BudgetError | None:
+        """The error that was put off."""
+        return self._overdue
 
     def settle(self, outcome: Plan | BudgetError, *, exceeds: bool = False) -> Plan:
         """The plan to run: one's own ``outcome``, or that of the process whose batch leaves the least room.
@@ -174,6 +195,8 @@ class Agreement(Ranks):
             if isinstance(outcome, BudgetError):
                 raise outcome
             return outcome
+        if self._overdue is not None:
+            outcome, self._overdue = self._overdue, None
         told: Any = outcome
         # A whole plan would be pickled for each process, and its chain is of this one's batch.
         if isinstance(outcome, Plan):

@@ -38,10 +38,12 @@ def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str,
     if has_compiled_method(model, "training_step"):
         return uncompiled_warning("training_step", what="the modules in it")
     parts = target.name.split(".") if target.name else []
+    # From the inside out: what is closest to the target is what its plan takes apart.
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])
         module = model.get_submodule(name)
         if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
+            # torch.compile(module) wraps it, and the settings that it was compiled with belong to the wrapper.
             outer = name.removesuffix(INNER).removesuffix(".")
             call = compiled_call_of(model.get_submodule(outer))
             objection = "" if call is None else objection_to_planning_inside(settings_told_by(call), module)
@@ -77,10 +79,12 @@ def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
         call = compiled_call_of(module)
         if call is None:
             continue
+        # Processes would have to compile the same graphs at the same time, and nobody sees to that.
         if loop.processes > 1 or loop.is_compiled or has_compiled_method(model, "training_step"):
             return None
         if objection_to_planning_inside(settings_told_by(call), module):
             return None
+        # Outputs that nobody reads are known of the target alone, not of a module around it.
         is_same = name == target.name or f"{name}.{INNER}".lstrip(".") == target.name
         unused_outputs = target.unused_outputs if is_same else frozenset[int]()
         return Target(name, module, target.reason, unused_outputs=unused_outputs)
@@ -103,6 +107,8 @@ class CompiledSteps:
         """True if a step takes more than the limit where activations grow as the batch does."""
         if not self._batch_bytes:
             return False
+        # Weights and what else a step begins with do not grow with the batch. What comes on top does, in step with it,
+        # but for attention over a longer sequence, which is found when that step is measured.
         growth = _bytes_of(batch) / self._batch_bytes
         activation_bytes = self._peak_bytes - self._held_bytes
         return growth > 1 and self._held_bytes + growth * activation_bytes > limit_bytes
@@ -110,6 +116,7 @@ class CompiledSteps:
     def note(self, batch: Sequence[torch.Tensor], *, held_bytes: int, peak_bytes: int) -> None:
         """Remember a step that has kept the limit: what it began with, and its peak."""
         batch_bytes = _bytes_of(batch)
+        # Of batches of one size the higher peak, since values may decide what a forward takes.
         if (batch_bytes, peak_bytes) > (self._batch_bytes, self._peak_bytes):
             self._batch_bytes = batch_bytes
             self._held_bytes = held_bytes

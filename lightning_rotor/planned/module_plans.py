@@ -638,7 +638,10 @@ class ModulePlans:
         return costs
 
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
-        """The budget of a plan. ``ceiling=False`` ignores what running out of memory has taught, for its error."""
+        """The budget of a plan. ``ceiling=False`` ignores what running out of memory has taught, for its error.
+
+        Ask once for each plan: the answer counts what the step holds by now, which the first question of a step notes.
+        """
         budget = self._source.budget(self.name, profile)
         # Copies of small buffers, for a second run, are there from the forward's begin to its end.
         lingering_bytes = budget.lingering_bytes + profile.copied_bytes

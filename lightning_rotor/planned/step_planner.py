@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.agreement import Agreement, is_spread
 from lightning_rotor.planned.budget_source import (
@@ -262,7 +263,8 @@ class StepPlanner(BudgetSource):
             self._compiled_steps.note(
                 step.batch, held_bytes=min(phase.start_bytes for phase in phases), peak_bytes=highest.peak_bytes
             )
-        self.limit.check_final(step, phases)
+        if self.limit.check_final(step, phases):
+            self.watch.repeat()
         return was_due and not self.watch.due
 
     def _look_at_start(self, step: Step | None) -> None:
@@ -321,8 +323,16 @@ class StepPlanner(BudgetSource):
                 self._compare_without_a_plan(step)
         self._tell()
         self._unanswered_bytes = 0
+        overdue = self.ranks.overdue
+        if overdue is not None:
+            # The step has called no planned module, so nobody has heard of it.
+            raise overdue
         if step is not None and self.plan is not None:
-            self._learn_from(step, shows_modules=shows_modules)
+            try:
+                self._learn_from(step, shows_modules=shows_modules)
+            except BudgetError as error:
+                self.ranks.put_off(error)
+                self._unanswered_bytes = self.watch.peak_bytes or 0
         self._step = None
         if self.state is not State.WATCHING or self.watch.due:
             return False
@@ -333,7 +343,11 @@ class StepPlanner(BudgetSource):
         """Learn from a step that has run under a plan; ``shows_modules`` if it has shown which modules it calls."""
         step.is_over = True
         was_exact = self.watch.is_exact
+        was_sample = not self.watch.due
         is_measured = self.watch.stop()
+        if is_measured and was_sample and self._may_be_a_message():
+            self.watch.repeat()
+            is_measured = False
         if is_measured and was_exact and not self.watch.is_exact:
             # The next step is, if anything can be. Twice in a row, the upper bound has to do.
             self.watch.repeat()
@@ -361,10 +375,17 @@ class StepPlanner(BudgetSource):
             self._correct_by_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
-        self.limit.check_final(step, phases)
+        if self.limit.check_final(step, phases):
+            self.watch.repeat()
         peak_bytes = self.watch.peak_bytes
         if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
+
+    def _may_be_a_message(self) -> bool:
+        """True if the measured step is above the limit, and the one behind it may not be, under the same plans."""
+        peak_bytes = self.watch.peak_bytes
+        # A thread of gloo's gives a message back when it comes to it.
+        return self.loop.processes > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes
 
     def _close_choice(self, step: Step) -> None:
         """The first step has shown which modules it calls."""
@@ -462,7 +483,8 @@ class StepPlanner(BudgetSource):
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
         """Remember for which sizes the limit was kept, as smaller ones keep it too."""
         for call in step.numbers:
-            signature = call.key.signature
+            # Of the sizes that have come: the plan may be for larger ones, of which this step shows nothing.
+            signature = call.signature or call.key.signature
             schedule = call.prepared.schedule
             # A smaller step takes no more under the same schedule. Under another one it may peak elsewhere.
             if peak_bytes > self.limit.size_bytes:

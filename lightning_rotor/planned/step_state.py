@@ -74,6 +74,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     # A module may run before the first batch: in a tuner's trial, or in a loop of the user's.
     (State.CHOOSING, Event.PLANNED): State.CHOOSING,
     (State.PLANNING, Event.RESTORED): State.PLANNING,
+    # A plan would take the compiled code apart, so it waits for a step that needs one.
     (State.PLANNING, Event.RESTED): State.AS_COMPILED,
     (State.AS_COMPILED, Event.PRESSED): State.PLANNING,
     (State.AS_COMPILED, Event.RESTORED): State.PLANNING,

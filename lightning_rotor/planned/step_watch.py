@@ -107,10 +107,10 @@ class StepWatch:
         meter = StepMeter(loop.device())
         self._note_held(replaceable(loop.model, loop.optimizers()) if on_cpu else [])
         # FSDP gives parameters back that it has gathered, which are views of memory that nobody shows. So there,
-        # whatever the allocator reports counts.
-        older = None if is_spread(loop.model) else self._held_bytes
+        # whatever the allocator reports counts as well.
+        unknown_too = is_spread(loop.model)
         try:
-            meter.start(older)
+            meter.start(self._held_bytes, unknown_too=unknown_too)
         except ProfilingError as error:
             if is_due:
                 self.give_up()

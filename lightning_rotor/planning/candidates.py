@@ -61,6 +61,7 @@ class Candidates:
 
     def __post_init__(self) -> None:
         seconds = self.table.seconds
+        # A level with no schedule has infinite seconds, so the first stair is the least memory for which there is one.
         is_lower = seconds < np.concatenate(([math.inf], seconds[:-1]))
         self._stairs: list[int] = np.flatnonzero(is_lower).tolist()
         self._judged: dict[int, Simulation] = {}
@@ -120,12 +121,14 @@ class Candidates:
             edited = self.judge(schedule)
             if edited.peak_bytes < candidate.peak_bytes:
                 candidate = edited
+                # From the better one on: its neighbours differ from those of the one before.
                 untried = iter(neighbours(self.chain, edited.schedule))
         return candidate
 
     def _hopeful_stair(self, budget_bytes: int) -> int:
         """The highest stair worth a try."""
         fitting = int(np.searchsorted(self._stairs, budget_bytes / self.unit, side="right")) - 1
+        # The table rounds every size up to slots, so a schedule that it counts above the budget may fit in bytes.
         above = max(self.effort.hopeful, self.effort.hopeful_stages // len(self.chain))
         return min(fitting + above, len(self._stairs) - 1)
 

@@ -57,6 +57,7 @@ class Gain:
         """The gain in one sentence; ``reserved_bytes`` are added to the budget, so that it is the whole process's."""
         budget = format_bytes(reserved_bytes + self.budget_bytes)
         more = format_bytes(self.extra_bytes)
+        # A plan for more memory may be another one of the same duration.
         if self.seconds <= 0:
             return f"{more} more than {budget} buys nothing: the overhead stays at {self.before.overhead:.1%}"
         return (
@@ -157,6 +158,7 @@ class Frontier(Shown):
 
         def below(point: Simulation) -> float:
             """Distance below the line between the ends."""
+            # A frontier of one point, or of points that rounding cannot tell apart, bends nowhere.
             if not width or not height:
                 return 0.0
             right = (point.peak_bytes - first.peak_bytes) / width
@@ -189,6 +191,8 @@ def pareto(points: Iterable[Simulation]) -> tuple[Simulation, ...]:
     """Points that no other one beats in both memory and time, by rising memory."""
     best: list[Simulation] = []
     for point in sorted(points, key=by_peak):
+        # A point that is faster by less than rounding makes no difference, and a curve of hundreds of them is slow to
+        # draw.
         if not best or point.seconds < best[-1].seconds * (1 - SAME):
             best.append(point)
     return tuple(best)

@@ -188,6 +188,7 @@ def scheduled(
 ) -> Plan:
     """A schedule from elsewhere as a plan, by default with its peak as budget; a ScheduleError if it is another's."""
     simulation = simulate(chain, schedule, **step)
+    # Otherwise a schedule that somebody wrote by hand would seem to exceed a budget that nobody named.
     if budget_bytes is None:
         budget_bytes = simulation.peak_bytes
     return Plan(chain, schedule, budget_bytes, simulation, solve_seconds, slots=slots, **step)
@@ -212,6 +213,7 @@ def _link_of(record: Mapping[str, Any]) -> Link | None:
     link = record.get("link")
     if link is None:
         return None
+    # Host memory without a bound is None, in a file as in a Link.
     room_bytes = None if link["room_bytes"] is None else plan_file.whole_number(link, "room_bytes")
     return Link(link["out"], link["back"], link["latency"], room_bytes)
 
@@ -221,6 +223,7 @@ def plan_for(plan: Plan, chain: Chain) -> Plan:
 
     Raises a PlanError as :meth:`Plan.load` does.
     """
+    # Equal costs to the last bit: the simulation would be the same one.
     if plan.chain == chain:
         return plan
     content = plan_file.content_of(plan.chain, plan.to_plain())

@@ -87,6 +87,7 @@ class Solver(MovingSearch):
         """The fastest plan that fits; a BudgetError if none does, or the budget is no positive integer."""
         start = time.perf_counter()
         simulation = None
+        # Anything else is refused below, as a budget that is too small is: with the number that would do.
         if is_positive_integer(budget_bytes):
             simulation = self.fastest(budget_bytes)
         if simulation is None:
@@ -144,6 +145,7 @@ def _gradient_bytes_at_peak(chain: Chain, simulation: Simulation) -> int:
     for event in simulation.events:
         if event.phase == "backward":
             gradient_bytes += chain.stages[event.stage].keep.parameter_gradient_bytes
+        # The first of equal peaks: the gradients that were there then cannot be blamed on what came later.
         if event.peak_bytes > peak_bytes:
             peak_bytes = event.peak_bytes
             at_peak_bytes = gradient_bytes
@@ -157,6 +159,7 @@ def cause_and_remedy(budget_bytes: int, minimum_bytes: int, stage: str, gradient
     # Where gradients are most of the minimum, the stage alone would send users to look for its activations.
     if 2 * gradient_bytes >= minimum_bytes:
         cause += f", with {format_bytes(gradient_bytes)} of new parameter gradients"
+        # Gradients are as large as their parameters, whatever the batch.
         if gradient_bytes >= budget_bytes:
             remedy = "raise mem_limit, for a smaller batch does not make the gradients smaller"
     return cause, remedy

@@ -40,6 +40,7 @@ class CpuRecording(Recording):
         older: Sizes by address of older blocks, of which alone frees then count. The allocator's log may know a wrong
             size of an older block: one at the same address was taken under the eyes of an earlier recording, and given
             back behind it (torch 2.14).
+        unknown_too: Other older blocks count all the same, with the sizes of the log.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class CpuRecording(Recording):
         *,
         of_step: bool = False,
         older: Mapping[int, int] | None = None,
+        unknown_too: bool = False,
     ) -> None:
         super().__init__()
         # One, and another one after each pause.
@@ -54,7 +56,8 @@ class CpuRecording(Recording):
         # Labels and addresses of marks.
         self._marks: list[tuple[str, int]] = []
         self._of_step = of_step
-        self._older = older
+        self._older = older or {}
+        self._unknown_too = unknown_too or older is None
         self._is_running = False
         # Sizes by address of blocks that were taken since the start.
         self._own: dict[int, int] = {}
@@ -122,12 +125,13 @@ class CpuRecording(Recording):
         if address in self._own:
             own_bytes = self._own.pop(address)
             # Where all older blocks count, the log's own word does, for old and new ones alike.
-            if self._of_step and self._older is None:
+            if self._of_step and self._unknown_too:
                 return size_bytes
             return -own_bytes
         if not self._of_step:
             return 0
         self.given_back.add(address)
-        if self._older is None:
-            return size_bytes
-        return -self._older.get(address, 0)
+        known_bytes = self._older.get(address)
+        if known_bytes is not None:
+            return -known_bytes
+        return size_bytes if self._unknown_too else 0

@@ -52,6 +52,7 @@ class EstimatingMeter(TorchDispatchMode, Meter):
         *,
         of_step: bool = False,
         older: Mapping[int, int] | None = None,
+        unknown_too: bool = False,
     ) -> Recording:
         """A recording of what is made from now on, until the next one."""
         self._recording = Recording()

@@ -47,10 +47,12 @@ class Meter(Protocol):
         *,
         of_step: bool = False,
         older: Mapping[int, int] | None = None,
+        unknown_too: bool = False,
     ) -> Recording:
         """A recording that has not begun, of a whole step or of one stage.
 
-        ``older`` has sizes by address of older blocks whose frees count in a step, and no others; None: all count.
+        ``older`` has sizes by address of older blocks whose frees count in a step; None: all count. ``unknown_too``:
+        others count as well, as the allocator reports them.
         """
 
     @contextmanager
@@ -95,9 +97,10 @@ class CpuMeter(Meter):
         *,
         of_step: bool = False,
         older: Mapping[int, int] | None = None,
+        unknown_too: bool = False,
     ) -> Recording:
         """A recording that has not begun."""
-        return CpuRecording(of_step=of_step, older=older)
+        return CpuRecording(of_step=of_step, older=older, unknown_too=unknown_too)
 
 
 class CudaMeter(Meter):
@@ -119,6 +122,7 @@ class CudaMeter(Meter):
         *,
         of_step: bool = False,
         older: Mapping[int, int] | None = None,
+        unknown_too: bool = False,
     ) -> Recording:
         """A recording that has not begun. The statistics count all older blocks, whose sizes the allocator knows."""
         return CudaRecording(self._device, of_step=of_step)

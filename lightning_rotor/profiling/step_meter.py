@@ -36,13 +36,14 @@ class StepMeter:
         self._meter = meter_for(device)
         self._recording: Recording | None = None
 
-    def start(self, older: Mapping[int, int] | None = None) -> None:
+    def start(self, older: Mapping[int, int] | None = None, *, unknown_too: bool = False) -> None:
         """Begin. On CUDA this resets the device's peak statistics.
 
         Args:
-            older: On the CPU, sizes by address of older blocks whose frees count, and no others; by default all count.
+            older: On the CPU, sizes by address of older blocks whose frees count; by default all count.
+            unknown_too: Those of other older blocks count as well, as far as the allocator reports them.
         """
-        recording = self._meter.new_recording(of_step=True, older=older)
+        recording = self._meter.new_recording(of_step=True, older=older, unknown_too=unknown_too)
         # Only kept once it runs: if it cannot start, this meter measures nothing.
         recording.start()
         self._recording = recording

@@ -94,6 +94,7 @@ def require_own_output(
     ``versions`` are those of the inputs before the forward, which must not change them.
     """
     made = require_tensors(output, name=name, what="output")
+    # The counter is the only thing that tells: values may happen to be the same.
     if list(map(private.version_of, inputs)) != list(versions):
         raise InverseError(
             f"{name!r} changes its input in place: expected an untouched input, which its other readers rely on. "

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_rotor.errors import PipelineError
+from lightning_rotor.errors import PipelineError, RotorWarning
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.pipelined_module import PipelinedModule
@@ -163,6 +164,7 @@ class RotorPipelineStrategy(DDPStrategy):
         share_start(model, processes)
         if stages > 1:
             self._synchronize_metrics(model, processes.replicas)
+        self._return_no_caches(model)
         built = PipelineBuilder(self._settings, trainer, processes).build(self._target)
         if built is not None:
             self._target, self._cut = built
@@ -185,6 +187,25 @@ class RotorPipelineStrategy(DDPStrategy):
                 self._set_until_teardown(metric, "distributed_available_fn", bool)
             else:
                 self._set_until_teardown(metric, "process_group", replicas)
+
+    def _return_no_caches(self, model: nn.Module) -> None:
+        """Let models of transformers return no keys and values for a next token, unless their caller asks for them.
+
+        Each device would have those of its own layers, in an object that no other device can get.
+        """
+        for name, module in model.named_modules():
+            config = getattr(module, "config", None)
+            # Submodules share the configuration of the whole, so it is met once.
+            if getattr(config, "use_cache", None) is not True:
+                continue
+            self._set_until_teardown(config, "use_cache", False)
+            if self.is_global_zero:
+                warnings.warn(
+                    f"RotorPipelineStrategy sets use_cache=False in the configuration of {name!r} until it is done: in "
+                    "a pipeline a model returns no past_key_values. Expected use_cache=False",
+                    RotorWarning,
+                    stacklevel=2,
+                )
 
     def _set_until_teardown(self, owner: Any, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))

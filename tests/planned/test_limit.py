@@ -149,15 +149,20 @@ def test_the_optimizers_step_counts_but_not_the_first_ones(chain: Chain) -> None
     first = step_with(batch, is_first=True)
     limit.learn_final(first, highest)
     assert not limit.knows_final_peak
-    limit.check_final(first, highest)  # it makes the state, which takes what no later one does
+    assert not limit.check_final(first, highest)  # it makes the state, which takes what no later one does
     later = step_with(batch)
     limit.learn_final(later, highest)
     assert limit.final_peak_bytes == 2 * LIMIT
+    # One measurement against a prediction: the next step is measured as well, and this one forgotten.
+    assert limit.check_final(later, highest)
+    assert not limit.knows_final_peak
+    assert not limit.check_final(later, [phase(PhaseKind.OPTIMIZER, LIMIT, "Adam")])
+    limit.learn_final(later, highest)
     with pytest.raises(BudgetError, match=r"the step of Adam, with hooks and clipping around it") as error:
         limit.check_final(later, highest)
     assert error.value.stage == "Adam.step"
     # Where the backward exceeds, too, a smaller plan follows first.
-    limit.check_final(later, [phase(PhaseKind.LOSS, 3 * LIMIT), highest[1]])
+    assert not limit.check_final(later, [phase(PhaseKind.LOSS, 3 * LIMIT), highest[1]])
 
 
 def test_processes_keep_inside_the_least_of_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ class Link:
     latency_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        # "not … > 0" refuses NaN as well, for which every comparison is False.
         if not self.bytes_per_second > 0 or not 0 <= self.latency_seconds < math.inf:
             raise PipelineError(f"{self}: expected a positive bandwidth and a latency that is not negative")
 
@@ -153,6 +154,7 @@ class Problem:
     @property
     def results_bytes(self) -> int:
         """Bytes that every device is given behind the step: all outputs, and the gradients of all inputs."""
+        # torch hands them to whoever called the schedule, so they live until that one lets go.
         last_output_bytes = self.chain.stages[-1].output_bytes
         return self.micro_batches * (last_output_bytes + self.input_gradient_bytes)
 
