@@ -101,7 +101,7 @@ ENOUGH = 8 * 2**30
 
 # -------------------------------------------------------------------------------------------------------- what is seen
 
-_WHILE_TRAINING = {"forward", "log", "_lightning_rotor", "_lightning_rotor_compiled"}
+_WHILE_TRAINING = {"forward", "log", "_lightning_rotor", "_lightning_rotor_compiled", "_compiled_call_impl"}
 _OWN = {"program", "note", "input", "net", "collected", "split", "changes"}  # what the fuzzer needs in a model
 _OF_MODULES = {*vars(nn.Module()), *vars(L.LightningModule()), *_WHILE_TRAINING, *_OWN}
 

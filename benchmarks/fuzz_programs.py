@@ -177,6 +177,18 @@ PIPED = {"linear", "no_bias", "norm", "group_norm", "batch_norm", "relu", "relu_
          "clone_mul_", "view", "gated", "function", "residual", "looped", "branches", "keyword", "row", "pair", "frozen",
          "changing_hook"}  # fmt: skip
 
+# What the compiler takes into one graph.
+GRAPHED = PIPED - {"function"} | {
+    "dropout",
+    "alpha_dropout",
+    "transformer",
+    "noise",
+    "bernoulli",
+    "tied",
+    "again",
+    "twice",
+}
+
 
 def draw(seed: int, number: int) -> Program:
     """A program, the same whenever it is asked for."""
@@ -212,16 +224,24 @@ def draw(seed: int, number: int) -> Program:
 def compiled(program: Program, backend: str, number: int) -> Program:
     """The program with its planned module compiled as a whole, and with batches of which something can be saved."""
     chance = random.Random(f"compiled-{number}")
-    return legal(
+    # The compiler sets Python's generator back behind each compilation, with what a thread has drawn in between, so
+    # that plain training with a prefetching thread differs from run to run.
+    features = [name for name in program.features if name != "prefetch"]
+    program = legal(
         replace(
             program,
             way=chance.choice(["callback", "checkpointable"]),
             limit=chance.choice([2.0, 0.8, 0.6, 0.4, 0.2, 0.0]),
-            features=(backend, *program.features),
-            batch=chance.choice([24, 48, 96, 192]),
+            features=(backend, *features),
+            batch=chance.choice([48, 192, 768]),
             steps=max(program.steps, 3),
         )
     )
+    # Most layers break the graph, and then nothing is planned inside of it.
+    if chance.random() < 0.75:
+        length = chance.choice([4, 6, 9])
+        program = replace(program, body=_row(chance, program, length, depth=1, without=KINDS.keys() - GRAPHED))
+    return program
 
 
 LETTERS = {"callback": "c", "checkpointable": "k", "pipeline": "p", "processes": "m"}

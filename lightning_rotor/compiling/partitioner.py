@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 # Points of the chain's curve that are written and counted: bytes of the chain are rough, those of finished graphs not.
 _MOST_POINTS = 24
 # To be raised with each change of how graphs are split: the compiler's cache outlives this version.
-_EDITION = 2
+_EDITION = 3
 
 
 @dataclass(frozen=True, slots=True)
