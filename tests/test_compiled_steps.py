@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,40 @@ def test_a_graph_that_no_plan_inside_makes_small_enough_is_taken_apart(tmp_path:
     assert rotor.plan.recomputed
     assert rotor.measured_peak_bytes is not None
     assert rotor.measured_peak_bytes <= rotor.budget_bytes == 660 * 1024
+
+
+class HeavyLoss(Net):
+    """Its loss takes as much as several layers, and no part of the planned module shows it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.body(batch[0]).repeat(1, 6).exp().log1p().square().mean()
+
+
+class Peaks(L.Callback):
+    def __init__(self, rotor: RotorCallback) -> None:
+        self.rotor = rotor
+        self.bytes: list[int | None] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.bytes.append(self.rotor.measured_peak_bytes)
+
+
+def test_what_the_loss_takes_is_known_from_the_step_that_ran_as_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Net", HeavyLoss)
+    rotor = RotorCallback("760KiB", show_table=False)
+    peaks = Peaks(rotor)
+    plain, _ = fit(tmp_path, "wrapped", [], backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RotorWarning)
+        planned, _ = fit(tmp_path, "wrapped", [rotor, peaks], backend="aot_eager")
+    assert_same_bits(plain, planned)
+    assert rotor.plan is not None
+    # The first step ran as it was compiled. Without what it has shown, the second took 925,524 bytes.
+    later = [peak for peak in peaks.bytes[1:] if peak is not None]
+    assert later
+    assert max(later) <= 760 * 1024
 
 
 def test_a_larger_batch_that_would_exceed_the_limit_is_planned_before_it_runs(tmp_path: Path) -> None:

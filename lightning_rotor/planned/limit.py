@@ -43,6 +43,8 @@ from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.outside import Foresight
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase, highest_of
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.simulator import simulate
 from lightning_rotor.units import MemoryLimit, format_bytes
 
 _log = logging.getLogger(__name__)
@@ -82,6 +84,8 @@ class StepLimit:
         self._excess_bytes = 0
         # The highest phase behind the backward of a step that was not the first.
         self._final: StepPhase | None = None
+        # Highest peak of a step that ran as the user compiled it, in which nothing was planned.
+        self._as_compiled_bytes = 0
         # One measurement has contradicted what is predicted for the optimizer.
         self._has_doubted = False
 
@@ -131,6 +135,9 @@ class StepLimit:
             correction_bytes = self.corrections.of(chain)
         budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
         if chain not in self.corrections:
+            if not correction_bytes:
+                correction_bytes = self._around_compiled(chain, budget)
+                budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
             # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
         foresight = self.corrections.foresight_for(chain, budget.reserved_bytes - correction_bytes)
@@ -143,6 +150,20 @@ class StepLimit:
         self._correction_bytes = correction_bytes
         self._excess_bytes = 0
         return budget
+
+    def note_as_compiled(self, peak_bytes: int) -> None:
+        """Remember the peak of a step that ran as the user compiled it."""
+        self._as_compiled_bytes = max(self._as_compiled_bytes, peak_bytes)
+
+    def _around_compiled(self, chain: Chain, budget: Budget) -> int:
+        """Bytes that the step as it was compiled has taken beyond what it holds and what the chain takes.
+
+        That is the loss, mostly, which no chain shows. A plan that left no room for it would exceed the limit once.
+        """
+        if not self._as_compiled_bytes:
+            return 0
+        plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
+        return max(self._as_compiled_bytes - budget.reserved_bytes - plain.peak_bytes, 0)
 
     def _resident_beside(self, chain: Chain, modules: nn.Module, step: Step | None) -> ResidentMemory:
         """The memory that the process holds besides a chain."""

@@ -247,6 +247,8 @@ class StepPlanner(BudgetSource):
         if not self.watch.sees_all:
             highest = None
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
+        if highest is not None:
+            self.limit.note_as_compiled(highest.peak_bytes)
         if was_due and any(self.loop.told_by_all(exceeds)):
             # First, as it may end training with an error, which answers.
             self._plan_from_now_on()
