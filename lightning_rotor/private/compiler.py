@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import getclosurevars, unwrap
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ def uncompiled() -> AbstractContextManager[Any]:
 # What users' compiled code may call between its graphs: hooks for saved tensors, modes, and all that these call. Not
 # modules that may be in a user's graph (skip, invertible), nor this file, in which a compiled function lies.
 _NEVER_COMPILED = ("execution", "memory", "planned", "planning", "profiling", "stages")
+# Through these the compiler follows a call of a planned module to the module's own code, as torch.export does.
+_FOLLOWED = ("planned.attachment", "planned.forward", "private.modes")
 _kept_out: list[str] = []
 
 
@@ -50,10 +53,11 @@ def keep_library_out_of_graphs() -> None:
     from torch._dynamo import trace_rules
 
     package = __name__.partition(".")[0]
-    _kept_out.extend(f"{package}.{name}" for name in _NEVER_COMPILED)
-    for module in pkgutil.iter_modules(sys.modules[__name__.rpartition(".")[0]].__path__, f"{package}.private."):
-        if module.name != __name__:
-            _kept_out.append(module.name)
+    for folder in (*_NEVER_COMPILED, "private"):
+        path = [str(Path(__file__).parent.parent / folder)]
+        for module in pkgutil.iter_modules(path, f"{package}.{folder}."):
+            if module.name not in (__name__, *(f"{package}.{name}" for name in _FOLLOWED)):
+                _kept_out.append(module.name)
     for name in _kept_out:
         trace_rules.add(name)
 
