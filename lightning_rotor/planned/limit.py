@@ -348,7 +348,9 @@ class StepLimit:
             peak_bytes = max(highest.peak_bytes, self.final_peak_bytes)
         if peak_bytes <= self.size_bytes:
             return False
-        if self._resident.temporary_bytes is not None and not self._has_doubted:
+        # Among several processes all must measure the same steps.
+        may_doubt = self._resident.temporary_bytes is not None and self._loop.processes == 1
+        if may_doubt and not self._has_doubted:
             self._has_doubted = True
             if self._predicted_final_bytes <= self.size_bytes:
                 # Once, under load, one step seemed to hold all gradients twice, and no other did. Training does not end
