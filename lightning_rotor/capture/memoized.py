@@ -49,9 +49,9 @@ class Memoized:
             except Exception as error:
                 # It has just run with plain numbers, so it does something with them that cannot be recorded.
                 _log.debug("%r is recorded for these sizes alone: %s", self.function, error)
-                traced = None
-            if traced is not None and plain(traced) == answer:
-                return traced
+            else:
+                if plain(traced) == answer:
+                    return traced
         for size in sizes:
             size.pin()
         return answer

@@ -52,10 +52,12 @@ def count_peak(
     """
     returned = _returned(forward)
     inputs = set(forward.graph.find_nodes(op="placeholder"))
-    copied = set(filter(_is_laid_out_anew, inputs.intersection(returned[outputs:]) - set(returned[:outputs])))
-    if not fused:
-        copied = set()
-    kept = {owner(node) for node in returned} - (inputs - copied)
+    copied: set[fx.Node] = set()
+    if fused:
+        saved_inputs = inputs.intersection(returned[outputs:]).difference(returned[:outputs])
+        copied.update(filter(_is_laid_out_anew, saved_inputs))
+    held_by_caller = inputs - copied
+    kept = {owner(node) for node in returned} - held_by_caller
     copies = {node: node_bytes(node) for node in copied}
     forward_peak, held_bytes = _walk(forward, held=copies, kept=kept, fused=fused, workspaces=workspaces)
     # The two graphs have no node in common. A placeholder of the backward has the name of what the forward saves.
@@ -68,7 +70,7 @@ def count_peak(
         saved = saved_names.get(node.name)
         if is_tangent(node):
             held[node] = node_bytes(node)
-        elif saved is not None and (saved not in inputs or saved in copied) and saved not in output_owners:
+        elif saved is not None and saved not in held_by_caller and saved not in output_owners:
             # An output that is saved, too, stays with the caller.
             held[node] = node_bytes(saved)
             passing.add(saved)

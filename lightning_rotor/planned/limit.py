@@ -133,11 +133,10 @@ class StepLimit:
         self.read([] if step is None else step.batch)
         if correction_bytes is None:
             correction_bytes = self.corrections.of(chain)
+            if not correction_bytes and chain not in self.corrections:
+                correction_bytes = self._around_compiled(chain)
         budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
         if chain not in self.corrections:
-            if not correction_bytes:
-                correction_bytes = self._around_compiled(chain, budget)
-                budget = self._resident.budget(self.size_bytes, correction_bytes=correction_bytes)
             # It was learned of other chains, so that it is worth no error for this one.
             budget = replace(budget, guessed_bytes=correction_bytes)
         foresight = self.corrections.foresight_for(chain, budget.reserved_bytes - correction_bytes)
@@ -155,13 +154,14 @@ class StepLimit:
         """Remember the peak of a step that ran as the user compiled it."""
         self._as_compiled_bytes = max(self._as_compiled_bytes, peak_bytes)
 
-    def _around_compiled(self, chain: Chain, budget: Budget) -> int:
+    def _around_compiled(self, chain: Chain) -> int:
         """Bytes that the step as it was compiled has taken beyond what it holds and what the chain takes.
 
         That is the loss, mostly, which no chain shows. A plan that left no room for it would exceed the limit once.
         """
         if not self._as_compiled_bytes:
             return 0
+        budget = self._resident.budget(self.size_bytes)
         plain = simulate(chain, Schedule.keep_all(len(chain)), **budget.conditions)
         return max(self._as_compiled_bytes - budget.reserved_bytes - plain.peak_bytes, 0)
 
