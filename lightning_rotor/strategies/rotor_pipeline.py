@@ -27,6 +27,7 @@ from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.pipelined_module import PipelinedModule
 from lightning_rotor.pipeline.placement import Placement
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, processes_of, share, share_start
+from lightning_rotor.planned.key_value_caches import KeyValueCaches
 from lightning_rotor.planned.target_search import Target
 from lightning_rotor.private import lightning_names as private
 from lightning_rotor.private import lightning_packages as packages
@@ -193,19 +194,17 @@ class RotorPipelineStrategy(DDPStrategy):
 
         Each device would have those of its own layers, in an object that no other device can get.
         """
-        for name, module in model.named_modules():
-            config = getattr(module, "config", None)
-            # Submodules share the configuration of the whole, so it is met once.
-            if getattr(config, "use_cache", None) is not True:
-                continue
-            self._set_until_teardown(config, "use_cache", False)
-            if self.is_global_zero:
-                warnings.warn(
-                    f"RotorPipelineStrategy sets use_cache=False in the configuration of {name!r} until it is done: in "
-                    "a pipeline a model returns no past_key_values. Expected use_cache=False",
-                    RotorWarning,
-                    stacklevel=2,
-                )
+        caches = KeyValueCaches(model)
+        if not caches:
+            return
+        self._undo.enter_context(caches.off())
+        if self.is_global_zero:
+            warnings.warn(
+                f"RotorPipelineStrategy sets use_cache=False in the configuration of {type(model).__name__} until it "
+                "is done: in a pipeline a model returns no past_key_values. Expected use_cache=False",
+                RotorWarning,
+                stacklevel=2,
+            )
 
     def _set_until_teardown(self, owner: Any, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
