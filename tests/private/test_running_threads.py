@@ -2,6 +2,8 @@
 
 import random
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from typing import Any
 
@@ -23,6 +25,28 @@ def test_a_thread_of_the_users_counts_while_it_runs() -> None:
         done.set()
         thread.join()
     assert threads() == before
+
+
+def test_a_thread_of_a_pool_counts_while_it_has_work() -> None:
+    before = threads()
+    started, done = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        started.set()
+        done.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        work = pool.submit(wait)
+        started.wait()
+        assert threads() == before + 1
+        done.set()
+        work.result()
+        # It has handed in the result, and is on its way back to where it waits.
+        deadline = time.monotonic() + 30
+        while threads() > before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert threads() == before
+        assert any(thread.name.startswith("ThreadPoolExecutor") for thread in threading.enumerate())
 
 
 def test_the_generator_behind_random_is_the_one_that_draws() -> None:
