@@ -1,6 +1,5 @@
 """``torch.compile``: modules that were compiled, with which settings, and code that must not be."""
 
-import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -38,7 +37,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 # modules that may be in a user's graph (skip, invertible), nor this file, in which a compiled function lies.
 _NEVER_COMPILED = ("execution", "memory", "planned", "planning", "profiling", "stages")
 # Through these the compiler follows a call of a planned module to the module's own code, as torch.export does.
-_FOLLOWED = ("planned.attachment", "planned.forward", "private.modes")
+_FOLLOWED = ("planned/attachment", "planned/forward", "private/modes")
 _kept_out: list[str] = []
 
 
@@ -52,14 +51,13 @@ def keep_library_out_of_graphs() -> None:
         return
     from torch._dynamo import trace_rules
 
-    package = __name__.partition(".")[0]
+    root = Path(__file__).parent.parent
+    followed = {__file__, *(str(root / f"{name}.py") for name in _FOLLOWED)}
     for folder in (*_NEVER_COMPILED, "private"):
-        path = [str(Path(__file__).parent.parent / folder)]
-        for module in pkgutil.iter_modules(path, f"{package}.{folder}."):
-            if module.name not in (__name__, *(f"{package}.{name}" for name in _FOLLOWED)):
-                _kept_out.append(module.name)
-    for name in _kept_out:
-        trace_rules.add(name)
+        _kept_out.extend(path.as_posix() for path in (root / folder).glob("*.py") if str(path) not in followed)
+    # Not by trace_rules.add for each file: that compiles the pattern for all of them anew each time, for over a second.
+    trace_rules.SKIP_DIRS.extend(_kept_out)
+    trace_rules._recompile_re()
 
 
 COMPILED_CALL = "_compiled_call_impl"
