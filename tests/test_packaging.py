@@ -149,6 +149,8 @@ def test_the_workflow_and_the_local_entry_run_the_commands_of_the_makefile() -> 
     assert ".DEFAULT_GOAL := test\n" in (ROOT / "Makefile").read_text()
 
 
+# Half a minute, for what `make release-check` does before a release.
+@pytest.mark.wide
 def test_a_release_passes_its_check_with_borrowed_dependencies(capsys: pytest.CaptureFixture[str]) -> None:
     """Its wheel, in an environment of its own, says its version and runs the first example of the README."""
     pytest.importorskip("hatch_fancy_pypi_readme")

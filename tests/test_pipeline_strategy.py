@@ -445,16 +445,20 @@ def refused_in_its_step(rank: int, folder: str, kind: type[Model]) -> None:
     fit(folder, RotorPipelineStrategy("net", micro_batches=4), 2, kind=kind)
 
 
-def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(group: Processes, tmp_path: Path) -> None:
+def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(tmp_path: Path) -> None:
     """The last process finds out about a second call, in its first step."""
     called = "training_step called the module that is cut into pipeline stages"
-    first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
-    assert isinstance(first, Failure)
-    assert last.kind == "PipelineError"
-    assert last.message.startswith(f"{called} twice: expected one call of it, with gradients. Let one call take both")
-    for answer in group.run(2, refused_in_its_step, str(tmp_path), Still):
-        assert answer.kind == "PipelineError"
-        assert answer.message.startswith(f"{called} under no_grad: expected one call of it, with gradients")
+    # These processes stay when a job fails, so the first one waits for its message for as long as gloo does.
+    with processes(2, patience_seconds=50) as group:
+        first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
+        assert isinstance(first, Failure)
+        assert last.kind == "PipelineError"
+        assert last.message.startswith(
+            f"{called} twice: expected one call of it, with gradients. Let one call take both"
+        )
+        for answer in group.run(2, refused_in_its_step, str(tmp_path), Still):
+            assert answer.kind == "PipelineError"
+            assert answer.message.startswith(f"{called} under no_grad: expected one call of it, with gradients")
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,14 @@ def batches(kind: type[Model]) -> DataLoader[Any]:
     return DataLoader([kind.batch()] * 5, batch_size=None)
 
 
-@pytest.mark.parametrize(("kind", "stages"), [(Llava, 55), (Qwen, 50)])
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("kind", "stages", "share"),
+    [
+        (Llava, 55, 0.0),
+        (Qwen, 50, 0.5),
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in ((Llava, 55, 0.5), (Qwen, 50, 0.0))),
+    ],
+)
 def test_they_train_inside_a_limit_with_the_bits_of_plain_training(
     kind: type[Model], stages: int, share: float, tmp_path: Path, known: Callable[[type[Model]], Any]
 ) -> None:

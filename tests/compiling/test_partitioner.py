@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def transformer(dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(*(Block(dropout) for _ in range(4)))
+    return nn.Sequential(*(Block(dropout) for _ in range(3)))
 
 
 def convolutions() -> nn.Module:
