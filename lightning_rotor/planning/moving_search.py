@@ -198,7 +198,7 @@ class MovingSearch(ScheduleSearch):
         for number in sorted(moved):
             yield stays, sorted(moved - {number})
         # Two edits away on short chains.
-        for schedule in neighbours(self.chain, stays):
+        for schedule in neighbours(self.chain, stays, divide=True):
             yield schedule, None
         # The least hopeful last: each takes an attempt, however slow the schedule is without any wait.
         able = movable(self.chain, stays.items)
