@@ -25,7 +25,7 @@ Not counted: the chain's input (the caller has it anyway), parameters, buffers, 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias, TypedDict
 
@@ -114,21 +114,6 @@ def seconds_apart(chain: Chain, schedule: Schedule) -> float:
     return _APART * chain.segment_seconds * len(chain)
 
 
-def seconds_without_waits(chain: Chain, schedule: Schedule) -> float:
-    """Seconds of a step as :func:`simulate` counts them, its moves left out: what no choice of moves is faster than.
-
-    Seconds add up item by item, and bytes do not. So this is many times as fast as a simulation.
-    """
-    seconds = seconds_apart(chain, Schedule(schedule.items))
-    for item in schedule.items:
-        if isinstance(item, Leaf):
-            seconds += chain.stages[item.stage].options[item.option].forward_seconds
-        else:
-            seconds += _discard_seconds(chain, item)
-        seconds += _backward_seconds(chain, item)
-    return seconds
-
-
 def _discard_seconds(chain: Chain, segment: Segment) -> float:
     """First pass of a segment."""
     seconds = chain.segment_seconds
@@ -178,6 +163,64 @@ def bytes_around(step: Conditions) -> BytesAround:
     if "lingering_bytes" in step:
         around["lingering_bytes"] = step["lingering_bytes"]
     return around
+
+
+def least_seconds(chain: Chain, schedule: Schedule, budget_bytes: int, step: Conditions) -> float:
+    """Seconds that a schedule takes at least within a budget, whatever it moves and wherever moves are placed.
+
+    What is too much beside the backward of the last item must be gone by then, and comes back behind it. The link
+    carries only so much in the forward, and in the rest of the backward: the remainder is waited for.
+
+    Sums over items, and no simulation: many times as fast as one.
+    """
+    forward = []
+    backward = []
+    for item in schedule.items:
+        if isinstance(item, Leaf):
+            forward.append(chain.stages[item.stage].options[item.option].forward_seconds)
+        else:
+            forward.append(_discard_seconds(chain, item))
+        backward.append(_backward_seconds(chain, item))
+    seconds = sum(forward) + sum(backward) + seconds_apart(chain, Schedule(schedule.items))
+    link = step.get("link")
+    if link is None:
+        return seconds
+    gone_bytes = _bytes_at_turn(chain, schedule, gradients_exist=step.get("gradients_exist", False)) - budget_bytes
+    # Copies out begin behind the first item.
+    out_seconds = gone_bytes / link.out - sum(forward[1:])
+    back_seconds = gone_bytes / link.back - sum(backward[:-1])
+    return seconds + max(out_seconds, 0.0) + max(back_seconds, 0.0)
+
+
+def _bytes_at_turn(chain: Chain, schedule: Schedule, *, gradients_exist: bool) -> int:
+    """Least bytes of the backward of the last item, with everything there that the items hold; skips left out."""
+    size_bytes = [0, *(stage.output_bytes for stage in chain)]
+    saved_bytes = [0] * len(size_bytes)
+    held_bytes = 0
+    for stage in chain:
+        held_bytes += stage.pinned_bytes
+    for item in schedule.items:
+        if isinstance(item, Segment):
+            if _last_saving(chain, item.items) >= 0:
+                saved_bytes[item.first] = size_bytes[item.first]
+            continue
+        option = chain.stages[item.stage].options[item.option]
+        held_bytes += option.saved_bytes
+        if option.inverts:
+            # It drops its input, whoever has saved it.
+            saved_bytes[item.stage] = 0
+        else:
+            saved_bytes[item.stage] += option.saved_input_bytes
+        saved_bytes[item.stage + 1] += option.saved_output_bytes
+    for size, saved in zip(size_bytes, saved_bytes, strict=True):
+        held_bytes += min(size, saved)
+    # The output is the caller's: all of it, whatever is saved of it.
+    held_bytes += size_bytes[-1] - min(size_bytes[-1], saved_bytes[-1])
+    last = schedule.items[-1]
+    if isinstance(last, Leaf):
+        option = chain.stages[last.stage].options[last.option]
+        held_bytes += min(astuple(option.backward_peaks(gradients_exist=gradients_exist)))
+    return held_bytes
 
 
 def simulate(

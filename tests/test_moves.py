@@ -18,8 +18,9 @@ from lightning_rotor.checkpointable import Checkpointable
 from lightning_rotor.errors import PlanError, ScheduleError
 from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan, scheduled
+from lightning_rotor.planning.placing import placed
 from lightning_rotor.schedule import Leaf, Move, Schedule, schedule_line
-from lightning_rotor.simulator import Simulation, first_inverted, levels, movable, seconds_without_waits, simulate
+from lightning_rotor.simulator import Conditions, Simulation, first_inverted, least_seconds, levels, movable, simulate
 from tests.strategies import KINDS, random_chain, random_link, random_moves, random_schedule, with_inversion, with_skips
 
 FAST = Link(1e15, 1e15, latency=0.0)
@@ -330,9 +331,30 @@ def test_a_plan_that_moves_something_is_not_run_without_another_memory() -> None
 
 
 @given(st.randoms(use_true_random=False))
-def test_seconds_without_waits_are_those_of_a_step_that_moves_nothing(rng: random.Random) -> None:
+def test_least_seconds_are_those_of_a_step_that_moves_nothing_where_there_is_room(rng: random.Random) -> None:
     chain, schedule = random_case(rng)
     chain = replace(chain, segment_seconds=rng.choice((0.0, 0.25)))
-    stays = Schedule(schedule.items)
-    assert seconds_without_waits(chain, schedule) == pytest.approx(simulate(chain, stays).seconds, rel=1e-12)
-    assert seconds_without_waits(chain, schedule) <= simulate(chain, schedule, link=FAST).seconds * (1 + 1e-12)
+    stays = simulate(chain, Schedule(schedule.items))
+    for step in ({}, {"link": FAST}):
+        least = least_seconds(chain, schedule, stays.peak_bytes, step)
+        assert least == pytest.approx(stays.seconds, rel=1e-12)
+
+
+@given(st.randoms(use_true_random=False))
+def test_no_moves_within_a_budget_take_less_than_the_least_seconds(rng: random.Random) -> None:
+    chain, schedule = random_case(rng)
+    step: Conditions = {"gradients_exist": rng.random() < 0.5, "link": random_link(rng, chain)}
+    found = simulate(chain, schedule, **step)
+    assert least_seconds(chain, schedule, found.peak_bytes, step) <= found.seconds * (1 + 1e-9)
+
+
+def test_what_the_link_cannot_carry_in_time_is_waited_for() -> None:
+    chain = random_chain(random.Random(1), 6, "transformer")
+    schedule = Schedule.keep_all(6)
+    stays = simulate(chain, schedule)
+    slow: Conditions = {"link": Link(1e3, 1e3, latency=0.0)}
+    budget = stays.peak_bytes // 2
+    found = placed(chain, schedule, movable(chain, schedule.items), budget, slow)
+    assert found is not None
+    assert found.stall_seconds > 0
+    assert stays.seconds < least_seconds(chain, schedule, budget, slow) <= found.seconds

@@ -8,6 +8,11 @@ A table counts in slots and approximates. A candidate that is just too large in 
     join two, or nest one    (0 1) (2 3) 4 ->  (0 1 2 3) 4   or   ((0 1) 2 3) 4
     wrap a few stages        0 1 2 3       ->  0 (1 2) 3
     another option           0 1 2         ->  0 1:1 2
+
+and, where inputs of segments may move, so that more of them need take no more memory::
+
+    divide one               (0 1 2) 3     ->  (0) (1 2) 3
+    unnest one               ((0 1) 2) 3   ->  (0 1) (2) 3
 """
 
 from __future__ import annotations
@@ -33,14 +38,34 @@ def edits(schedule: Schedule, chain: Chain) -> Iterator[Schedule]:
         yield edited
 
 
-def neighbours(chain: Chain, schedule: Schedule) -> list[Schedule]:
-    """Schedules one edit away, or two if the chain is short; each once."""
+def neighbours(chain: Chain, schedule: Schedule, *, divide: bool = False) -> list[Schedule]:
+    """Schedules one edit away, or two if the chain is short; each once. ``divide``: divisions of segments as well."""
     near = list(edits(schedule, chain))
+    if divide:
+        near.extend(divisions(schedule))
     if len(chain) <= effort.current.twice_edited_stages:
         for edited in list(near):
             near.extend(edits(edited, chain))
     # In the order in which they were found, so that plans are the same in every run.
     return list(dict.fromkeys(near))
+
+
+def divisions(schedule: Schedule) -> Iterator[Schedule]:
+    """The schedule with one of its own segments in two parts."""
+    items = schedule.items
+    for index, item in enumerate(items):
+        if isinstance(item, Leaf):
+            continue
+        for end in range(1, len(item.items)):
+            part = item.items[:end]
+            if len(part) == 1 and isinstance(part[0], Segment):
+                first = part[0]
+            elif isinstance(part[-1], Leaf):
+                first = Segment(part)
+            else:
+                # A segment must end in a stage.
+                continue
+            yield Schedule((*items[:index], first, Segment(item.items[end:]), *items[index + 1 :]))
 
 
 def _edited(items: tuple[Item, ...], chain: Chain) -> Iterator[tuple[Item, ...]]:

@@ -17,7 +17,8 @@ nothing, and a backward takes no less than its forward, so what is on its way ba
 If copies back are slower, their speed counts for both ways. Behind a wait the bound does not hold; that is as good as
 any other approximation here, since the simulator judges in bytes and seconds, and :mod:`.placing` chooses the points.
 
-Time O(n² S²) on top of the table's O(n³ S), for ``n`` stages and ``S`` slots.
+Long segments are tried at some lengths only, so it takes O(n log n S²) time on top of the table's O(n³ S), for ``n``
+stages and ``S`` slots.
 
 Source: Beaumont, Eyraud-Dubois, Shilova, "Efficient Combination of Rematerialization and Offloading for Training DNNs"
 (POFO), NeurIPS 2021, which has a dimension for the copies back as well.
@@ -126,6 +127,7 @@ class MoveProgram:
         # Slots that the link carries before each stage; sums are rounded, so that errors cancel.
         self._carried = [int(seconds * speed / unit) for seconds in accumulate(forward_seconds, initial=0.0)]
         self._amounts: Integers = np.arange(self.slots + 1)
+        self._longer = _longer(len(chain))
         self._rests: dict[tuple[int, int], _Rest] = {}
         # From behind: every way is followed by the rest behind it.
         for first in reversed(range(len(chain))):
@@ -222,7 +224,9 @@ class MoveProgram:
             least = int(needs.segment_least[1, first, source])
             variant = int(needs.segment_variant[1, first, source])
         choices = segments(needs, self._table, first, top, 0, variant)
-        for number in np.flatnonzero(choices.low <= self.slots).tolist():
+        for number in self._longer:
+            if number >= len(choices.low):
+                break
             body_shift = paid + int(choices.shift[number])
             behind = int(choices.other_shift[number])
             enough = max(int(choices.low[number]) + paid, least, body_shift)
@@ -250,20 +254,36 @@ class MoveProgram:
         shift = way.behind if way.moves else way.behind + way.size
         if shift > self.slots or seconds[-1] == np.inf:
             return
-        q = np.maximum(self._amounts - self._carried[way.end + 1] + self._carried[first], 0)
-        if way.moves:
-            q = q + self._to_carry(way.size)
-        following = self._rests[way.end + 1, way.source].seconds
-        # Rows are memory: all shift by the same amount. Columns are what is on its way out.
-        behind = following[: self.slots + 1 - shift].take(np.minimum(q, self.slots), axis=1)
-        behind[:, q > self.slots] = np.inf
-        behind += _by_memory(seconds)[shift:]
+        carried = min(self._carried[way.end + 1] - self._carried[first], self.slots + 1)
+        more = self._to_carry(way.size) if way.moves else 0
+        if more > self.slots:
+            return
+        # Rows are memory: all shift by the same amount. Columns are what is on its way out: the first become what moves
+        # here alone, as the link has carried them. Of what is too much nothing can follow.
+        there = max(self.slots + 1 - max(carried, more), 0)
+        own = _by_memory(seconds)[shift:]
+        following = self._rests[way.end + 1, way.source].seconds[: self.slots + 1 - shift]
+        behind: Seconds = np.full(own.shape, np.inf)
+        np.add(own[:, :carried], following[:, more : more + 1], out=behind[:, :carried])
+        carrying = slice(carried, carried + there)
+        np.add(own[:, carrying], following[:, more : more + there], out=behind[:, carrying])
         rest.lower(behind, way, shift=shift)
+
+
+def _longer(stages: int) -> list[int]:
+    """How many stages a segment may have behind its first: any few, and of more only some, a quarter apart."""
+    numbers = []
+    number = 0
+    while number < stages:
+        numbers.append(number)
+        number += max(number // 4, 1)
+    return numbers
 
 
 def _by_memory(seconds: Seconds) -> Seconds:
     """Seconds by ``m`` and ``q``, of those by ``m - q``: what is on its way out is missing to a forward and a body."""
     size = len(seconds)
     padded = np.concatenate([np.full(size - 1, np.inf), seconds])
-    rows: Seconds = np.lib.stride_tricks.sliding_window_view(padded, size)[:, ::-1]
-    return rows
+    step = padded.itemsize
+    # Each row begins one number further right, and goes left. A view by hand: NumPy's checks take longer than the rest.
+    return np.ndarray((size, size), padded.dtype, padded, (size - 1) * step, (step, -step))

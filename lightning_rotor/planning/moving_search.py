@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 
 from typing_extensions import Unpack
@@ -27,7 +27,7 @@ from lightning_rotor.planning.move_program import MoveProgram
 from lightning_rotor.planning.placing import placed
 from lightning_rotor.planning.schedule_search import ScheduleSearch, no_schedule_is_faster
 from lightning_rotor.schedule import Move, Schedule
-from lightning_rotor.simulator import Conditions, Simulation, bytes_around, movable, seconds_without_waits, simulate
+from lightning_rotor.simulator import Conditions, Simulation, bytes_around, least_seconds, movable, simulate
 
 
 class MovingSearch(ScheduleSearch):
@@ -114,7 +114,8 @@ class MovingSearch(ScheduleSearch):
         best = super().fastest(budget_bytes)
         if best is not None and self._is_fast_enough(best):
             return best
-        for schedule in self._staying:
+        # The most hopeful first, so that few have to be placed.
+        for schedule in sorted(self._staying, key=partial(self._least_seconds, budget_bytes)):
             best = self._better(best, schedule, None, budget_bytes)
         if best is not None and self._is_fast_enough(best):
             return best
@@ -139,17 +140,15 @@ class MovingSearch(ScheduleSearch):
 
     @cached_property
     def _staying(self) -> list[Schedule]:
-        """Schedules that move nothing, the fastest first; of long chains few, evenly spread over each table."""
-        seconds = {self.keep_all.schedule: self.keep_all.seconds}
+        """Schedules that move nothing; of long chains few, evenly spread over each table."""
+        schedules = [self.keep_all.schedule]
         tables = self.tables
         for table in tables:
             stages = len(tables) * len(table) * len(self.chain)
             apart = max(math.ceil(stages / self.effort.moved_stages), 1)
-            for stair in range(0, len(table), apart):
-                schedule = table.schedule(stair)
-                # Without a simulation of each: most are slower than the best, whatever they move.
-                seconds[schedule] = seconds_without_waits(self.chain, schedule)
-        return sorted(seconds, key=seconds.__getitem__)
+            schedules += map(table.schedule, range(0, len(table), apart))
+        # Each once, in an order that is the same in every run.
+        return list(dict.fromkeys(schedules))
 
     def _program_schedules(self, link: Link, budget_bytes: int) -> Iterator[tuple[Schedule, Sequence[int]]]:
         """Schedules of the program over memory and link at and near the budget, with what they move."""
@@ -182,7 +181,7 @@ class MovingSearch(ScheduleSearch):
                 break
             schedule, wanted = edit
             looks -= 1
-            if self._is_slower(schedule, best):
+            if self._is_slower(schedule, best, budget_bytes):
                 continue
             attempts -= 1
             edited = self._better(best, schedule, wanted, budget_bytes)
@@ -193,17 +192,18 @@ class MovingSearch(ScheduleSearch):
         return best
 
     def _edits(self, best: Simulation) -> Iterator[tuple[Schedule, Sequence[int] | None]]:
-        """Schedules near one, with what they may move: one item less than it does, or one edit away, and anything."""
+        """Schedules near one, with what they may move: one item less than it does, or an edit away, and anything."""
         stays = Schedule(best.schedule.items)
         moved = {move.item for move in best.schedule.moves}
         for number in sorted(moved):
             yield stays, sorted(moved - {number})
+        # Two edits away on short chains.
+        for schedule in neighbours(self.chain, stays, divide=True):
+            yield schedule, None
+        # The least hopeful last: each takes an attempt, however slow the schedule is without any wait.
         able = movable(self.chain, stays.items)
         for number in able:
             yield stays, [other for other in able if other != number]
-        # Two edits away on short chains.
-        for schedule in neighbours(self.chain, stays):
-            yield schedule, None
 
     def _better(
         self,
@@ -213,7 +213,7 @@ class MovingSearch(ScheduleSearch):
         budget_bytes: int,
     ) -> Simulation | None:
         """The faster of the best and a schedule with some items moved, by default any; those that can."""
-        if best is not None and self._is_slower(schedule, best):
+        if best is not None and self._is_slower(schedule, best, budget_bytes):
             return best
         able = movable(self.chain, schedule.items)
         if wanted is not None:
@@ -227,9 +227,12 @@ class MovingSearch(ScheduleSearch):
                 best = moved
         return best
 
-    def _is_slower(self, schedule: Schedule, best: Simulation) -> bool:
-        """True if a schedule cannot become the best whatever it moves: moves only add waits to its seconds."""
-        return seconds_without_waits(self.chain, schedule) >= best.seconds * (1 - SAME)
+    def _is_slower(self, schedule: Schedule, best: Simulation, budget_bytes: int) -> bool:
+        """True if a schedule cannot become the best whatever it moves."""
+        return self._least_seconds(budget_bytes, schedule) >= best.seconds * (1 - SAME)
+
+    def _least_seconds(self, budget_bytes: int, schedule: Schedule) -> float:
+        return least_seconds(self.chain, schedule, budget_bytes, self.step)
 
     def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
         """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""

@@ -179,6 +179,15 @@ def test_host_memory_that_the_driver_refuses_is_told_from_the_memory_of_the_devi
             PinnedMemory(GPU).reserve(2**20)
 
 
+def test_no_copy_to_the_host_becomes_part_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, batch, run = small(PinnedMemory(GPU))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(OffloadError, match=r"a CUDA graph is being captured of a module whose plan moves .*plain"):
+            run(batch)
+    run(batch).sum().backward()
+
+
 def test_a_planned_module_moves_inside_its_limit_to_the_same_bits() -> None:
     torch.manual_seed(0)
     layers = [module for _ in range(5) for module in (nn.Linear(128, 128), nn.GELU(), nn.Dropout(0.1))]

@@ -11,11 +11,13 @@ import torch
 
 from lightning_rotor.errors import OffloadError
 from lightning_rotor.execution.file_memory import FileMemory
+from lightning_rotor.memory import device_memory
 from lightning_rotor.offload import Offload, parse_offload
 from lightning_rotor.planned import offloading
 from lightning_rotor.planned.offloading import Offloading
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+GIB = 2**30
 
 
 def to(folder: Path, limit: str | None = None) -> Offload:
@@ -75,3 +77,23 @@ def test_processes_on_one_host_share_half_of_what_it_has_free(monkeypatch: pytes
     assert 0 < alone <= offloading.device_memory("cpu").free_bytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert 0.2 * alone < offloading._share_of_host(CPU) < 0.3 * alone
+
+
+def test_a_container_smaller_than_its_host_gives_half_of_what_is_left_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    files = {
+        "proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 41943040 kB",
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/memory.max": 8 * GIB,
+        "sys/fs/cgroup/memory.high": "max",
+        "sys/fs/cgroup/memory.current": 6 * GIB,
+        "sys/fs/cgroup/memory.stat": "inactive_file 0",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    monkeypatch.setattr(device_memory, "_ROOT", tmp_path)
+    assert offloading._share_of_host(CPU) == GIB

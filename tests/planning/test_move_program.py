@@ -9,7 +9,7 @@ import pytest
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.link import Link
-from lightning_rotor.planning.move_program import MoveProgram
+from lightning_rotor.planning.move_program import MoveProgram, _longer
 from lightning_rotor.planning.schedule_search import keep_all_fastest
 from lightning_rotor.schedule import Leaf, Schedule, leaves
 from lightning_rotor.simulator import simulate
@@ -62,3 +62,11 @@ def test_all_is_kept_where_there_is_room() -> None:
     chain = replace(chain, stages=tuple(replace(stage, options=stage.options[:1]) for stage in chain))
     solution = program(chain, 1.1, 1e3).schedule_at(SLOTS)
     assert solution == (Schedule.keep_all(len(chain)), [])
+
+
+def test_segments_may_have_any_few_stages_and_some_numbers_of_many() -> None:
+    """So that ways grow with n log n: whoever edits the schedule moves single stages in and out."""
+    assert _longer(9) == list(range(9))
+    numbers = _longer(400)
+    assert len(numbers) < 30
+    assert numbers[-1] > 300

@@ -15,6 +15,7 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.link import Link
 from lightning_rotor.planning import Solver, frontier, minimum_budget, plan
+from lightning_rotor.planning.edits import divisions
 from lightning_rotor.planning.moving_search import MovingSearch
 from lightning_rotor.planning.placing import placed
 from lightning_rotor.planning.schedule_search import ScheduleSearch
@@ -108,6 +109,23 @@ def test_plans_are_close_to_the_best_of_all_trees_and_moves() -> None:
     cases = [case for seed in range(20, 28) for case in cases_of(seed)]
     assert statistics.mean(case.plan - 1 for case in cases) < 0.01
     assert all(case.bound <= 1 + 1e-9 for case in cases)
+
+
+def test_divisions_of_segments_stand_side_by_side_and_in_order() -> None:
+    def divided(text: str) -> list[str]:
+        return [str(schedule) for schedule in divisions(Schedule.parse(text))]
+
+    assert divided("0 (1-3) 4") == ["0 (1) (2-3) 4", "0 (1-2) (3) 4"]
+    assert divided("((0-1) 2-3) 4") == ["(0-1) (2-3) 4", "((0-1) 2) (3) 4"]
+    # A segment ends in a stage, so none ends behind the inner one.
+    assert divided("(0 (1) 2) 3") == ["(0) ((1) 2) 3"]
+    assert divided("0-2") == divided("(0) 1") == []
+
+
+@pytest.mark.parametrize("seed", [644, 815])
+def test_segments_are_divided_where_their_inputs_can_move(seed: int) -> None:
+    """The best of these have a segment for each stage that no candidate has, as without moves it takes more memory."""
+    assert all(case.plan <= 1 + 1e-9 for case in cases_of(seed))
 
 
 def test_language_models_gain_what_the_link_carries() -> None:
