@@ -5,6 +5,7 @@ Each case trains plainly and under the plan that takes least. The weights are eq
 
 from __future__ import annotations
 
+import builtins
 import copy
 import ctypes
 import enum
@@ -12,11 +13,12 @@ import functools
 import importlib.util
 import json
 import multiprocessing
+import operator
 import os
 import sys
 import threading
 import weakref
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DistributedSampler
 
 from lightning_rotor import Checkpointable, ModelError
+from tests import holders_module
 
 STEPS = 4
 
@@ -98,6 +101,23 @@ class Computed:
 
     def __call__(self) -> float:
         return self._settings.factor * 5
+
+
+class Once:
+    """An object with a property that keeps what it has computed."""
+
+    factor = 1.0
+
+    @functools.cached_property
+    def doubled(self) -> float:
+        return self.factor * 2
+
+
+class Replaced:
+    """An object whose class gets another method."""
+
+    def factor(self) -> float:
+        return 1.0
 
 
 class Content(NamedTuple):
@@ -220,6 +240,40 @@ CONTENTS: dict[str, Content] = {
         lambda: variable_of(Plain(scale=1.0)),
         lambda v: v.get().scale,
         lambda v, new: put(v.get(), scale=new),
+    ),
+    "default of a context variable": Content(
+        lambda: ContextVar("scale", default={"a": [1.0]}),  # noqa: B039 - what changes is what is tested
+        lambda v: v.get()["a"][0],
+        lambda v, new: item(v.get()["a"], 0, new),
+    ),
+    "order of a dict": Content(
+        lambda: OrderedDict(a=1.0, b=2.0), lambda v: next(iter(v.values())), lambda v, _: v.move_to_end(next(iter(v)))
+    ),
+    "weak set": Content(
+        lambda: (lambda kept: Plain(kept=kept, among=weakref.WeakSet([kept])))(Plain(scale=1.0)),
+        lambda v: next(iter(v.among)).scale,
+        lambda v, new: put(v.kept, scale=new),
+    ),
+    "names of an attrgetter": Content(
+        lambda: Plain(get=operator.attrgetter("a.deeply_held"), kept=Plain(a=Plain(deeply_held=1.0))),
+        lambda v: v.get(v.kept),
+        lambda v, new: put(v.kept.a, deeply_held=new),
+    ),
+    "name in a format": Content(
+        lambda: Plain(formatted=1.0),
+        lambda v: float("{.formatted}".format(v)),  # noqa: UP032 - not an attribute in the code
+        lambda v, new: put(v, formatted=new),
+    ),
+    "property that is computed once": Content(
+        Once, lambda v: v.doubled, lambda v, new: last(put(v, factor=new), vars(v).pop("doubled", None), None)
+    ),
+    "one attribute for another": Content(
+        lambda: Plain(unnamed=1.0),
+        lambda v: getattr(v, "scale", 1.0),
+        lambda v, new: last(vars(v).clear(), vars(v).update({"scale" if new == 1.25 else "unnamed": new}), None),
+    ),
+    "method that is replaced": Content(
+        Replaced, lambda v: v.factor(), lambda v, new: put(type(v), factor=lambda _: new)
     ),
     "thread local": Content(threading.local, lambda v: getattr(v, "scale", 1.0), lambda v, new: put(v, scale=new)),
     "lambda in a list": Content(
@@ -520,6 +574,68 @@ def in_function_of_other_module(read: Read) -> Holding:
     return Holding(Body(lambda net, x: read(other.get())), holding.get, holding.set)
 
 
+def in_imported_module(read: Read) -> Holding:
+    other: Any = holders_module
+
+    def extra(net: Any, x: Any) -> Any:
+        from tests import holders_module as imported
+
+        return read(imported.held)
+
+    return Holding(Body(extra), lambda: other.held, lambda value: put(other, held=value))
+
+
+def in_module_by_its_name(read: Read) -> Holding:
+    other: Any = holders_module
+    return Holding(
+        Body(lambda net, x: read(sys.modules["tests.holders_module"].held)),
+        lambda: other.held,
+        lambda value: put(other, held=value),
+    )
+
+
+def in_globals_by_name(read: Read) -> Holding:
+    return Holding(
+        Body(lambda net, x: read(globals()["GLO" + "BAL"])),
+        lambda: GLOBAL,
+        lambda value: globals().update(GLOBAL=value),
+    )
+
+
+def in_built_in(read: Read) -> Holding:
+    return Holding(
+        Body(lambda net, x: read(held_by_builtins)),  # type: ignore[name-defined]  # noqa: F821
+        lambda: builtins.held_by_builtins,
+        lambda value: put(builtins, held_by_builtins=value),
+    )
+
+
+def in_partial_of_a_method(read: Read) -> Holding:
+    class Owner:
+        held: Any = None
+
+        def extra(self, factor: float, net: Any, x: Any) -> Any:
+            return read(self.held) * factor
+
+    owner = Owner()
+    return Holding(Body(functools.partial(owner.extra, 2.0)), lambda: owner.held, lambda value: put(owner, held=value))
+
+
+def in_partialmethod(read: Read) -> Holding:
+    kept: dict[str, Any] = {"held": None}
+
+    class Own(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor()
+
+        def held_in(self, kept: dict[str, Any]) -> Any:
+            return read(kept["held"])
+
+        factor = functools.partialmethod(held_in, kept)
+
+    return Holding(Own(lambda net, x: 1.0), lambda: kept["held"], lambda value: item(kept, "held", value))
+
+
 def in_attribute(read: Read) -> Holding:
     net = Body(lambda net, x: read(net.held))
     net.held = None
@@ -657,6 +773,31 @@ def test_what_stands_in_a_file_is_read_in_each_step(read: Callable[[Path], float
         weights.append([parameter.grad for parameter in copied.parameters()])
     assert all(map(torch.equal, *weights))
     assert plain
+
+
+def test_an_attribute_that_comes_for_one_that_does_not_count_is_seen() -> None:
+    class Asking(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * getattr(self, "scale", 1.0)
+
+    weights = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        net = Asking(lambda *_: 1.0)
+        net.mood = 0
+        run: Any = net
+        generator = torch.Generator().manual_seed(1)
+        if is_planned:
+            run = Checkpointable(net, torch.randn(24, 16), "1GiB", show_progress=False)
+            run.use(run.frontier().points[0].schedule)
+        for step in range(6):
+            # As many attributes as before. The code names one of them alone.
+            for name in ("mood", "scale"):
+                vars(net).pop(name, None)
+            setattr(net, "scale" if step == 4 else "mood", 2.0 + step)
+            run(torch.randn(24, 16, generator=generator)).square().mean().backward()
+        weights.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *weights))
 
 
 class Meta(type):

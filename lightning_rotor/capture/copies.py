@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, ItemsView, Iterable, KeysView, ValuesView
 from functools import partial
 from itertools import chain
@@ -126,6 +126,9 @@ class Copies:
         entries = contents_of(container)
         if issubclass(kind, dict):
             self._tables[key] = container
+            # A table is read as a dict, which does not see the order of this one.
+            if issubclass(kind, OrderedDict):
+                self._users[key] = container
         elif kind in FILLED:
             self._rows[key] = container
         else:

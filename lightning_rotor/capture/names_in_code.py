@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dis
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
 from typing import Any
+
+_IDENTIFIER = re.compile(r"[^\W\d]\w*")
+_LOOKS_UP_MODULES = frozenset(("modules", "import_module", "__import__"))
+"""Names by which code gets hold of modules without importing them."""
 
 
 # Code objects never change, and looking at bytecode takes much longer than looking an answer up. The caches are bounded
@@ -24,8 +29,25 @@ def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
         if type(constant) is str:
             # operator.attrgetter("model.scale") names both.
             yield from constant.split(".")
+            if "{" in constant:
+                # "{0.scale}".format(config)
+                yield from _IDENTIFIER.findall(constant)
         elif type(constant) in (tuple, frozenset):
             yield from _strings_in(constant)
+
+
+@lru_cache(maxsize=4096)
+def imports_in(code: CodeType) -> tuple[str, ...]:
+    """Names of modules that code imports or looks up by a text, with a dot in front for each level of a relative one."""
+    names = []
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    # The level stands two instructions before, then the names that are taken from the module.
+    for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME":
+            names.append("." * int(level.argval) + str(step.argval))
+    if not _LOOKS_UP_MODULES.isdisjoint(code.co_names):
+        names += [constant for constant in code.co_consts if type(constant) is str]
+    return tuple(names)
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,9 @@ from lightning_rotor.capture.copies import Copies, Same
 from lightning_rotor.stages.holders import CLASS_ENTRIES, ENTRIES, OWN_THREAD, Kind
 from lightning_rotor.stages.snapshot import Snapshot
 
+_MOST_NAMES_COMPARED = 256
+"""Names in a namespace that are compared at each call. Objects have fewer; of globals only the number is."""
+
 
 class Place(NamedTuple):
     """A variable: an entry of a namespace or of a class, or the cell of a closure."""
@@ -126,6 +129,11 @@ class Notes:
         """Take the present values as the noted ones."""
         self._copies = None
         self._present = self._names_present()
+        # What appeared since a namespace was met may be gone again later, as the result of a cached_property.
+        for owner, present in zip(self._namespaces.values(), self._present, strict=False):
+            if isinstance(owner, dict):
+                for name in present:
+                    self.take(Place(ENTRIES, owner, name), "")
         for key, noted in self._noted.items():
             if not noted.holds():
                 self._noted[key] = _Noted(noted.place, noted.path)
@@ -142,7 +150,12 @@ class Notes:
                     return False
             # A thread local has other attributes in each thread, so that no table of it can be kept.
             of_threads = [owner for owner in self._namespaces.values() if isinstance(owner, threading.local)]
-            read = _reader([noted.place for noted in self._noted.values()], of_threads)
+            small = [
+                owner
+                for owner in self._namespaces.values()
+                if isinstance(owner, dict) and len(owner) <= _MOST_NAMES_COMPARED
+            ]
+            read = _reader([noted.place for noted in self._noted.values()], of_threads, small)
             copies.settle(read, self._tables())
             self._copies = copies
         return True
@@ -160,10 +173,15 @@ def _table_of(owner: Any) -> Any:
     return owner if isinstance(owner, dict) else vars(owner)
 
 
-def _reader(places: Iterable[Place], of_threads: Sequence[threading.local]) -> Callable[[], tuple[Any, ...]]:
+def _reader(
+    places: Iterable[Place],
+    of_threads: Sequence[threading.local],
+    namespaces_of_objects: Sequence[dict[str, Any]],
+) -> Callable[[], tuple[Any, ...]]:
     """A function that reads all places at once, in as few calls of Python as can be; () if one is gone.
 
-    Of thread locals it gives how many attributes this thread sees.
+    Of thread locals it gives how many attributes this thread sees, of namespaces their names, too: where one goes and
+    another comes, their number stays.
     """
     names: defaultdict[int, list[str]] = defaultdict(list)
     namespaces: dict[int, Any] = {}
@@ -186,7 +204,8 @@ def _reader(places: Iterable[Place], of_threads: Sequence[threading.local]) -> C
             entries = [get(namespace) for get, namespace in getters]
         except KeyError:
             return ()
-        return *chain.from_iterable(entries), *[get() for get in others]
+        names_now = chain.from_iterable(namespaces_of_objects)
+        return *chain.from_iterable(entries), *[get() for get in others], *names_now
 
     return read
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, partial
+from operator import attrgetter
 from types import (
     BuiltinMethodType,
     FunctionType,
@@ -179,6 +180,10 @@ class Reach:
         _require_comparable(value, where)
         if isinstance(value, CACHED):
             self._cached.append((value, path, where))
+        if isinstance(value, attrgetter):
+            # It was given names where it was made, in code that may run no more.
+            made: Any = value.__reduce__()
+            self.learn(frozenset(name for names in made[1] for name in names.split(".")), wholly=False)
         # Watch compares containers to the end, and objects one level deep.
         level_inside = level if isinstance(value, FILLED) else _OUTSIDE
         self._pending += [(entry, path, f"{where}[…]", level_inside) for entry in _parts_of(value)]
@@ -203,16 +208,17 @@ class Reach:
             is_in_object = holder.level == _IN_TABLE and not isinstance(value, _COMPARED_ALONE)
             is_compared = holder.level == _TABLE or is_in_object
             is_method = holder.kind is kinds.CLASS_ENTRIES and _is_code(name, value)
+            if is_method and isinstance(value, _REPLACEABLE):
+                # Another one may be put there. What it reads is noted when it runs.
+                self._notes.take(place, holder.path)
             if is_compared or is_method:
                 self.follow(value, holder.path, where, holder.level)
             else:
                 self.read(place, holder.path, where)
 
 
-_CODE = (
-    *(FunctionType, property, staticmethod, classmethod, cached_property),
-    *(GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType),
-)
+_REPLACEABLE = (FunctionType, property, staticmethod, classmethod, cached_property)
+_CODE = (*_REPLACEABLE, GetSetDescriptorType, MemberDescriptorType, WrapperDescriptorType)
 _OF_CLASSES = frozenset(("__class__", "__module__", "__doc__", "__qualname__", "__annotations__", "__slots__"))
 
 
@@ -275,13 +281,14 @@ def _cached_by(function: Any) -> Iterator[Any]:
 
 
 _HIDES_NAMES = (
-    *("collections", "weakref", "enum", "types"),
+    *("collections", "weakref", "_weakrefset", "functools", "enum", "types"),
     *("threading", "multiprocessing", "queue", "asyncio", "configparser", "string"),
     *("torch.optim.lr_scheduler", "torch.optim.swa_utils", "torch.utils.data.", "torch.distributions."),
 )
 """Modules of Python and torch whose classes keep what they hold under names that only their own code knows."""
 
 _QUESTIONS: dict[str, Callable[[], Any]] = {
+    "argv": lambda: tuple(sys.argv),
     "allow_tf32": lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
     "benchmark": lambda: torch.backends.cudnn.benchmark,
     "cwd": os.getcwd,

@@ -15,13 +15,15 @@ tracer hears of every line, and ``sys.monitoring`` came with Python 3.12 alone.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import resolve_name
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeAlias
 
@@ -29,7 +31,13 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.memoized import StandIns
-from lightning_rotor.capture.names_in_code import names_attribute, names_in, names_of_others, reads_whole_objects
+from lightning_rotor.capture.names_in_code import (
+    imports_in,
+    names_attribute,
+    names_in,
+    names_of_others,
+    reads_whole_objects,
+)
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.reach import Reach
 from lightning_rotor.private import torch_names as private
@@ -54,8 +62,11 @@ def functions() -> Mapping[CodeType, Sequence[FunctionType]]:
     return by_code
 
 
-_ENVIRONMENT = frozenset(("environ", "getenv"))
+_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb", "expandvars"))
 """Names by which variables of the process are read, in Python's own code."""
+
+_BUILT_IN = frozenset(dir(builtins))
+"""Names that Python itself has put there."""
 
 _COSTLY_TO_PAUSE = sys.version_info >= (3, 12)
 """True where code that is profiled is rewritten when profiling starts or stops."""
@@ -91,6 +102,8 @@ class Surroundings:
         self._read_codes: set[tuple[CodeType, type]] = set()
         self._read_functions: set[FunctionType] = set()
         self._read_of_others: set[str] = set()
+        # Modules by their names that code of the user's imports where it needs them, and paths.
+        self._imported: list[tuple[str, str]] = []
         self.notes.names_of_others = self._read_of_others
 
     def note_layers(self, layers: Iterable[nn.Module]) -> None:
@@ -104,8 +117,9 @@ class Surroundings:
                 self._reach.read(place, "", f"{type(layer).__name__}.{name}")
 
     def note_cached(self) -> None:
-        """Note what functions under ``functools.cache`` return, now that the code has run."""
+        """Note what came with the run: results under ``functools.cache``, and modules that were imported."""
         self._reach.follow_caches()
+        self._follow_imported()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -214,10 +228,21 @@ class Surroundings:
         outside = frame.f_globals
         self._reach.learn(names_in(code), wholly=reads_whole_objects(code))
         self._read_of_others |= names_of_others(code)
-        self.notes.look_up(outside, globals_of(code))
-        for name in globals_of(code):
+        names: Iterable[str] = globals_of(code)
+        self.notes.look_up(outside, names)
+        if "globals" in names:
+            # It may look up any, by a name that nobody knows.
+            names = [*outside]
+        for name in names:
             if name in outside:
                 self._reach.read(Place(ENTRIES, outside, name), path)
+            elif name in vars(builtins) and name not in _BUILT_IN:
+                self._reach.read(Place(ENTRIES, vars(builtins), name), path)
+        for name in imports_in(code):
+            # A name of no module may be any text.
+            with suppress(ImportError):
+                self._imported.append((resolve_name(name, outside.get("__package__")), path))
+        self._follow_imported()
         for base in filter(is_users_class, kind.__mro__):
             for name in names_in(code) & vars(base).keys():
                 self._reach.read(Place(CLASS_ENTRIES, base, name), path, f"{kind.__name__}.{name}")
@@ -225,6 +250,17 @@ class Surroundings:
         # Python's own code reads the dict in os.environ, under a name that no code of the user's mentions.
         if not _ENVIRONMENT.isdisjoint(code.co_names):
             self._reach.read(Place(ENTRIES, vars(os.environ), "_data"), path, "os.environ")
+
+    def _follow_imported(self) -> None:
+        """Follow the modules that are there by now, and the packages in which they lie."""
+        missing = []
+        for name, path in self._imported:
+            if name in sys.modules:
+                for module in (sys.modules[name], sys.modules.get(name.partition(".")[0])):
+                    self._reach.follow(module, path, name)
+            else:
+                missing.append((name, path))
+        self._imported = missing
 
     def _read_function(self, function: FunctionType, path: str) -> None:
         """Follow what a function holds: variables of enclosing functions, defaults, attributes."""

@@ -155,7 +155,11 @@ class Watch:
         tables: list[dict[str, Any]] = []
         hooks: list[dict[str, Any]] = []
         getters = []
+        # Where some attributes do not count, one of them may go when one comes that does. The number stays then.
+        names: list[dict[str, Any]] = []
         for module, own in zip(modules, attributes, strict=True):
+            if not own.keys() - _STRUCTURE <= {*self._names_in(module)}:
+                names.append(own)
             tables += (own["_modules"], own["_parameters"], own["_buffers"])
             hooks += map(own.__getitem__, private.HOOKS)
             getters.append(itemgetter(*self._names_in(module), *structure))
@@ -174,6 +178,7 @@ class Watch:
                 *map(_forward_of, kinds),
                 private.any_hooks_of_all(),
                 *filter(None, hooks),
+                *chain.from_iterable(names),
                 *chain.from_iterable(values),
                 *chain.from_iterable(filled),
                 *chain.from_iterable(map(dict.values, filled)),

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from operator import is_
 from typing import Any
 
-_CONTAINERS: tuple[type, ...] = (tuple, list, dict, set, frozenset, deque)
+# OrderedDict before dict, which does not see its order.
+_CONTAINERS: tuple[type, ...] = (tuple, list, OrderedDict, dict, set, frozenset, deque)
 
 
 def _base_of(container: Any) -> Any:

@@ -164,8 +164,11 @@ def _remove_local(local: Any, name: str) -> None:
 
 
 def _read_variable(variable: Any, _: str) -> Any:
-    # Without a default, get() raises where the variable was never set.
-    return variable.get(ABSENT)
+    # Not get(ABSENT), which would hide a default that the variable itself has.
+    try:
+        return variable.get()
+    except LookupError:
+        return ABSENT
 
 
 def _write_variable(variable: Any, _: str, value: Any) -> None:
