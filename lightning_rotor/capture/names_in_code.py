@@ -38,7 +38,7 @@ def _strings_in(constants: Iterable[Any]) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def imports_in(code: CodeType) -> tuple[str, ...]:
-    """Names of modules that code imports or looks up by a text, with a dot in front for each level of a relative one."""
+    """Names of modules that code imports or looks up by a text; a relative one has a dot in front for each level."""
     names = []
     steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
     # The level stands two instructions before, then the names that are taken from the module.

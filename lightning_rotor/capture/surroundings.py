@@ -230,7 +230,9 @@ class Surroundings:
         self._read_of_others |= names_of_others(code)
         names: Iterable[str] = globals_of(code)
         self.notes.look_up(outside, names)
-        if "globals" in names:
+        # Installed packages import in functions all the time, and would lead to all that they consist of.
+        is_own = "-packages" not in code.co_filename
+        if is_own and "globals" in names:
             # It may look up any, by a name that nobody knows.
             names = [*outside]
         for name in names:
@@ -238,7 +240,7 @@ class Surroundings:
                 self._reach.read(Place(ENTRIES, outside, name), path)
             elif name in vars(builtins) and name not in _BUILT_IN:
                 self._reach.read(Place(ENTRIES, vars(builtins), name), path)
-        for name in imports_in(code):
+        for name in imports_in(code) if is_own else ():
             # A name of no module may be any text.
             with suppress(ImportError):
                 self._imported.append((resolve_name(name, outside.get("__package__")), path))
