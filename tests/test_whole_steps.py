@@ -82,6 +82,42 @@ class Quantized(UsersOptimizer):
             each.sub_(lr * moment)
 
 
+class Lookahead(UsersOptimizer):
+    """Averages with older weights in every fifth step, which its own counter tells."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.01)
+        self.steps = 0
+
+    def update(self, learning: list[torch.Tensor], lr: float) -> None:
+        self.steps += 1
+        for each in learning:
+            each.sub_(each.grad, alpha=lr)
+            if not self.state[each]:
+                self.state[each]["slow"] = each.clone()
+        if self.steps % 5 == 0:
+            slow = [self.state[each]["slow"] for each in learning]
+            new = torch._foreach_add(slow, torch._foreach_mul(torch._foreach_sub(learning, slow), 0.5))
+            torch._foreach_copy_(slow, new)
+            torch._foreach_copy_(learning, new)
+
+
+class Preconditioned(UsersOptimizer):
+    """Takes a matrix apart in every fourth step, which the state of each parameter tells."""
+
+    def update(self, learning: list[torch.Tensor], lr: float) -> None:
+        for each in learning:
+            state = self.state[each]
+            if not state:
+                state.update(step=0, products=torch.eye(len(each)), root=torch.eye(len(each)))
+            state["step"] += 1
+            state["products"] += each.grad @ each.grad.T
+            if state["step"] % 4 == 0:
+                values, vectors = torch.linalg.eigh(state["products"])
+                state["root"] = (vectors * values.clamp_min(1e-3) ** -0.25) @ vectors.T
+            each.sub_(state["root"] @ each.grad, alpha=lr)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.01),
     "Adam foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
@@ -90,6 +126,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Adadelta foreach": lambda parameters: torch.optim.Adadelta(parameters, foreach=True),
     "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, 0.1, max_iter=3, history_size=4),
     "Lamb": lambda parameters: Lamb(parameters, 0.01),
+    "Lookahead": Lookahead,
     "8 bits": lambda parameters: Quantized(parameters, 0.01),
     "Muon": lambda parameters: torch.optim.Muon([each for each in parameters if each.ndim == 2]),
 }
@@ -183,7 +220,9 @@ def assert_a_minimum_is_one(
     return error
 
 
-@pytest.mark.parametrize("name", few(OPTIMIZERS, "Adam foreach", "LBFGS", "Lamb", "8 bits"))
+@pytest.mark.parametrize(
+    "name", few(OPTIMIZERS, "Adam foreach", "LBFGS", "Lamb", "Lookahead", "Preconditioned", "8 bits")
+)
 @pytest.mark.feature("Memory", "the optimizer's own step, with all that it allocates, is inside `mem_limit`")
 def test_the_step_of_an_optimizer_counts(tmp_path: Path, name: str) -> None:
     error = assert_a_minimum_is_one(lambda: Task(wide, OPTIMIZERS[name]), tmp_path, batch_size=8)
@@ -191,6 +230,26 @@ def test_the_step_of_an_optimizer_counts(tmp_path: Path, name: str) -> None:
     if name not in ("SGD", "AdamW fused"):
         assert error.stage == f"{kind}.step"
         assert f"set by '{kind}.step'" in str(error)
+
+
+def test_an_optimizer_that_takes_what_nobody_predicts_in_every_fourth_step_ends_training_there(tmp_path: Path) -> None:
+    def model() -> Task:
+        return Task(wide, lambda parameters: Preconditioned(parameters, 0.01))
+
+    _, _, error = run(model, tmp_path, 1024, batch_size=8)
+    errors = 0
+    # What takes a matrix apart has a workspace of its own, of which no tensor tells. So minima are named one after the
+    # other, and no step is above one in silence.
+    while error is not None:
+        limit = error.minimum_bytes
+        peaks, _, error = run(model, tmp_path, limit, batch_size=8)
+        above = [peak for peak in peaks.peaks[1:] if peak > limit]
+        assert len(above) <= (error is not None)  # the step that ends training
+        if error is not None:
+            errors += 1
+            assert error.stage == "Preconditioned.step"
+            assert error.minimum_bytes > limit
+    assert 1 <= errors <= 3
 
 
 @pytest.mark.parametrize("name", few(OPTIMIZERS, "8 bits"))
@@ -264,7 +323,7 @@ def test_callbacks_behind_the_backward_count(tmp_path: Path, callback: type[L.Ca
     assert error.stage in ("behind the backward", "SGD.step")
     peaks, _, another = run(make, tmp_path, error.minimum_bytes, **options)
     assert another is None
-    assert max(peaks.peaks[1:]) <= error.minimum_bytes
+    assert all(peak <= error.minimum_bytes for peak in peaks.peaks[1:])
     _, _, alone = run(make, tmp_path, 1024, batch_size=8)
     assert alone is not None
     assert error.minimum_bytes > 1.1 * alone.minimum_bytes

@@ -2,7 +2,8 @@
 
 The first dry step makes the state. The second shows what later steps allocate, operator by operator, which the state
 alone does not say: Adam with ``foreach`` (torch's default on GPUs) makes temporary copies of all parameters, and steps
-exceeded the limit by 16 % before these were counted.
+exceeded the limit by 16 % before these were counted. Steps of torch's own optimizers are alike. Others may do more in
+some steps (Lookahead and Shampoo in every fifth or so), so of these several are looked at.
 
 LBFGS is computed by hand, since its step calls a closure, and its history fills over many steps.
 """
@@ -10,6 +11,7 @@ LBFGS is computed by hand, since its step calls a closure, and its history fills
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,11 @@ from lightning_rotor.profiling.assumed_values import AssumedValues
 from lightning_rotor.profiling.dry_run import run_dry, without_trace
 
 _log = logging.getLogger(__name__)
+
+_DRY_STEPS_AHEAD = 16
+"""Dry steps of an optimizer that is not torch's, whose steps may differ. Periods of 5 and 10 are common."""
+_MOST_SECONDS = 0.5
+"""Processor time for them."""
 
 
 def predict_optimizer_state_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int:
@@ -63,6 +70,16 @@ def predict_optimizer_temporary_bytes(optimizer: Optimizer, device: AnyDevice = 
     return _dry_steps(optimizer, device).temporary_bytes
 
 
+def steps_differ(optimizer: Optimizer) -> bool:
+    """True if some steps of an optimizer are known to take more than its second one."""
+    return not _dry_steps(optimizer, None).are_alike
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """True of torch's optimizers, whose steps are alike but for LBFGS. Others may do more in every fifth, say."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 def predict_closure_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int:
     """Predict what an optimizer holds besides its state while its closure trains, which LBFGS calls several times."""
     if not isinstance(optimizer, torch.optim.LBFGS):
@@ -85,10 +102,14 @@ def temporary_bytes_one_by_one(optimizer: Optimizer, device: AnyDevice = None) -
 
 @dataclass(frozen=True, slots=True)
 class _DrySteps:
-    """Bytes of the state after a step, and the most that another one allocates meanwhile, None if unknown."""
+    """Bytes of the state after a step, and the most that another one allocates meanwhile, None if unknown.
+
+    ``are_alike``: later steps take no more than the second.
+    """
 
     state_bytes: int
     temporary_bytes: int | None
+    are_alike: bool = True
 
 
 # Each with what it depends on: dry steps take milliseconds, and many steps ask. A prediction goes with its optimizer.
@@ -133,7 +154,12 @@ def _holds(
 def _facts(optimizer: Optimizer, device: AnyDevice) -> list[Any]:
     """All that may change what a step keeps: settings, parameters with their marks, and how much state there is."""
     settings = []
-    for group in (vars(optimizer), *optimizer.param_groups):
+    for key, value in vars(optimizer).items():
+        if key not in GROWING:
+            # A count of steps would ask for dry steps in each. Those that were taken looked further ahead than this.
+            is_count = type(value) is int
+            settings.append((key, value // (_DRY_STEPS_AHEAD // 2) if is_count else _fact(value)))
+    for group in optimizer.param_groups:
         for key, value in group.items():
             if key not in GROWING:
                 settings.append((key, _fact(value)))
@@ -179,7 +205,7 @@ def _is_fused(optimizer: Optimizer) -> bool:
 
 
 def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | None = None) -> _DrySteps:
-    """Take two dry steps: the first makes the state, the second shows what later ones allocate."""
+    """Take dry steps: the first makes the state, the others show what later ones allocate."""
     parameters = _parameters_of(optimizer)
     state_bytes: int | None = None
 
@@ -194,10 +220,11 @@ def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | 
             take_step(clone)
         # Told at once: if the second step fails, this is known all the same.
         state_bytes = optimizer_state_bytes(clone, device)
-        temporary_bytes = 0
-        if not _is_fused(optimizer):
-            temporary_bytes = _allocated_in_a_step(clone, device)
-        return _DrySteps(state_bytes, temporary_bytes)
+        if _is_fused(optimizer):
+            return _DrySteps(state_bytes, 0)
+        allocated_bytes = _allocated_in_steps(clone, device)
+        most_bytes = max(allocated_bytes)
+        return _DrySteps(state_bytes, most_bytes, are_alike=most_bytes == allocated_bytes[0])
 
     try:
         with _mode_of(parameters) as mode, without_trace() as generators:
@@ -224,18 +251,37 @@ def _mode_of(parameters: list[torch.Tensor]) -> AbstractContextManager[private.F
     return private.fake_mode(allow_fallback_kernels=False)
 
 
-def _allocated_in_a_step(clone: Optimizer, device: AnyDevice) -> int:
-    """The most that a step allocates at once, by a copy without values whose state exists."""
+def _allocated_in_steps(clone: Optimizer, device: AnyDevice) -> list[int]:
+    """The most that each step allocates at once, by a copy without values whose state exists.
+
+    State that a later step makes counts as well.
+    """
     if device is not None:
         real_device = torch.device(device)
     else:
         real_device = _parameters_of(clone)[0].device
     on_meta = copy_on_meta(clone)
-    # On meta, an operator takes a fraction of the time of one on fake tensors, and large models have thousands.
-    allocations = StepAllocations(on_meta, real_device)
-    with torch.no_grad(), allocations:
-        take_step(on_meta)
-    return allocations.peak_bytes
+    began = time.process_time()
+    allocated_bytes: list[int] = []
+    bytes_before = None
+    for number in range(1 if is_torchs_own(clone) else _DRY_STEPS_AHEAD):
+        if number and time.process_time() - began > _MOST_SECONDS:
+            break
+        # On meta, an operator takes a fraction of the time of one on fake tensors, and large models have thousands.
+        allocations = StepAllocations(on_meta, real_device)
+        if bytes_before is None:
+            bytes_before = allocations.older_bytes
+        try:
+            with torch.no_grad(), allocations:
+                take_step(on_meta)
+        except Exception as error:
+            if not number:
+                raise
+            # What only this step does cannot be told without values. A measured step may.
+            _log.debug("dry step %d of %s: %s", number + 2, type(clone).__name__, error)
+            break
+        allocated_bytes.append(allocations.older_bytes - bytes_before + allocations.peak_bytes)
+    return allocated_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +295,12 @@ class _LbfgsVectors:
 def _lbfgs_vectors(optimizer: torch.optim.LBFGS) -> _LbfgsVectors:
     # Counted in torch's ``LBFGS.step``, whose state keeps the last direction until the step has ended. Beside it a step
     # has the gradient, its negative (q) and the new direction: three, while a closure runs again. The check for
-    # progress makes two more, ``d.mul(t).abs()``. A line search also holds the parameters that it began with, and a
-    # gradient of its interval.
+    # progress makes two more, ``d.mul(t).abs()``. A line search also holds the parameters that it began with.
     group = optimizer.param_groups[0]
     if group["line_search_fn"] is not None:
-        return _LbfgsVectors(in_closure=5, at_most=6)
+        # Where the search narrows an interval, it has five gradients besides: that at its start, the one before the
+        # last, one of each end, and the last. Then the next one comes.
+        return _LbfgsVectors(in_closure=9, at_most=10)
     if group["max_iter"] > 1:
         return _LbfgsVectors(in_closure=3, at_most=5)
     # The closure runs first, once, when nothing is there yet.

@@ -26,6 +26,7 @@ class StepAllocations(AssumedValues):
     """Follows storages while this mode is active.
 
     Attributes:
+        older_bytes: Of parameters, gradients and state before the step.
         peak_bytes: The most bytes of new storages at once, less those of older ones that were freed meanwhile.
 
     Args:
@@ -44,7 +45,7 @@ class StepAllocations(AssumedValues):
         # A step may replace these by new ones, as some optimizers do with their state: then old and new are not both
         # there. Weak references, so that following them keeps none alive.
         self._older = dict(self._storages([*parameters, *gradients, *state]))
-        self._older_bytes = _level(self._older)
+        self.older_bytes = _level(self._older)
         self._newer: dict[int, _Storage] = {}
         self.peak_bytes = 0
 
@@ -68,7 +69,7 @@ class StepAllocations(AssumedValues):
         new_bytes = _level(self._newer)
         # Looking for older storages that are gone takes time, and there are many. It can only lower the level.
         if new_bytes > self.peak_bytes:
-            freed_bytes = self._older_bytes - _level(_alive(self._older))
+            freed_bytes = self.older_bytes - _level(_alive(self._older))
             self.peak_bytes = max(self.peak_bytes, new_bytes - freed_bytes)
         return result
 

@@ -31,6 +31,7 @@ from lightning_rotor.memory.optimizer_prediction import (
     predict_closure_bytes,
     predict_optimizer_state_bytes,
     predict_optimizer_temporary_bytes,
+    steps_differ,
     temporary_bytes_one_by_one,
 )
 from lightning_rotor.memory.resident_memory import ResidentMemory
@@ -242,8 +243,8 @@ class StepLimit:
         """Peak behind the backward, when optimizers step: as measured, until then as predicted."""
         if self._final is None:
             return self._predicted_final_bytes
-        if self._lbfgs():
-            # Its history still grows behind the measured step.
+        if self._lbfgs() or any(map(steps_differ, self._loop.optimizers())):
+            # A history still grows behind the measured step, or a later one takes more.
             return max(self._final.peak_bytes, self._predicted_final_bytes)
         return self._final.peak_bytes
 

@@ -191,7 +191,7 @@ class StepPlanner(BudgetSource):
         """Run as it is what the user compiled as a whole, for as long as it keeps the limit."""
         if self.modules.rest:
             self._become(Event.RESTED)
-            self.watch.renew()
+            self.watch.renew(self.loop.optimizers())
 
     def _plan_from_now_on(self) -> None:
         """Let what the user compiled run as it is no longer."""
@@ -411,7 +411,7 @@ class StepPlanner(BudgetSource):
             return
         self._become(Event.NOTHING_TO_PLAN)
         self.limit.read(self._step.batch)
-        self.watch.renew()
+        self.watch.renew(self.loop.optimizers())
         self.loop.warn(
             f"RotorCallback plans nothing, so this training keeps all activations, as without a limit: {reason}. "
             "Steps are still compared with mem_limit"
@@ -525,7 +525,7 @@ class StepPlanner(BudgetSource):
         self._awaits_optimizer = not self.loop.gradients_linger() and not has_stepped
         if self._awaits_optimizer:
             self._become(Event.EXCEEDED)
-            self.watch.renew()
+            self.watch.renew(self.loop.optimizers())
             return
         self.watch.give_up()
         self.limit.exceeded(self._highest_excess, step, spread_bytes=self._draws.spread_bytes)
@@ -706,7 +706,7 @@ class StepPlanner(BudgetSource):
             # Only this size is new. The steps behind it most likely have others, under plans of their own.
             self.watch.repeat()
         else:
-            self.watch.renew()
+            self.watch.renew(self.loop.optimizers())
         if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.memory.held import replaceable
+from lightning_rotor.memory.optimizer_prediction import is_torchs_own
 from lightning_rotor.planned.agreement import is_spread
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
@@ -20,6 +22,8 @@ from lightning_rotor.profiling.memory_recording import Recording
 # Steps that are measured under each plan. Not all: a step of many small operators takes three times as long under
 # torch's profiler, which alone shows what the CPU's allocator gives out.
 _STEPS = 3
+# And of an optimizer that is not torch's own: some take more in every fifth or tenth step.
+_STEPS_OF_OTHERS = 12
 
 
 class StepWatch:
@@ -65,9 +69,9 @@ class StepWatch:
         """True while a step is being measured."""
         return self._meter is not None
 
-    def renew(self) -> None:
-        """Measure the steps that follow, as there is a new plan."""
-        self._steps_left = _STEPS
+    def renew(self, optimizers: Iterable[Optimizer]) -> None:
+        """Measure the steps of some optimizers that follow, as there is a new plan."""
+        self._steps_left = _STEPS if all(map(is_torchs_own, optimizers)) else _STEPS_OF_OTHERS
 
     def repeat(self) -> None:
         """Measure the next step, too."""

@@ -18,6 +18,7 @@ from lightning_rotor.memory import optimizer_prediction
 from lightning_rotor.memory.held import optimizer_state_bytes
 from lightning_rotor.memory.optimizer_prediction import predict_optimizer_state_bytes
 from lightning_rotor.private.torch_names import FakeTensor, FakeTensorMode
+from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.meters import CpuMeter
 
 STOCK: list[tuple[str, dict[str, Any]]] = [
@@ -168,6 +169,34 @@ def test_lbfgs_is_bounded_by_its_full_history(line_search, lr):
         optimizer.step(closure)
         sizes.append(optimizer_state_bytes(optimizer))
     assert 0.99 * predicted <= max(sizes) <= predicted
+
+
+def test_a_line_search_of_lbfgs_takes_no_more_than_is_predicted():
+    torch.manual_seed(0)
+    weight, other = nn.Parameter(torch.randn(10_000) * 3), torch.empty(10_000)
+    weight.grad = torch.zeros(10_000)
+    optimizer = optim.LBFGS([weight], lr=2.0, history_size=2, max_iter=4, line_search_fn="strong_wolfe")
+    predicted = optimizer_prediction.predict_optimizer_temporary_bytes(optimizer)
+
+    @torch.no_grad()
+    def closure() -> torch.Tensor:
+        """Many valleys, so that the search narrows its interval."""
+        torch.mul(weight, 3, out=other)
+        torch.cos(other, out=weight.grad)
+        weight.grad.mul_(3).add_(weight, alpha=0.02)
+        other.sin_().addcmul_(weight, weight, value=0.01)
+        return other.sum()
+
+    taken = []
+    for number in range(12):
+        meter = StepMeter(torch.device("cpu"))
+        meter.start()
+        optimizer.step(closure)
+        peak_bytes = meter.stop().peak_bytes
+        # Once the history is full, the state grows no more.
+        if number > 1:
+            taken.append(peak_bytes)
+    assert 0.75 * predicted < max(taken) <= 1.01 * predicted
 
 
 def test_state_that_shares_memory_with_a_parameter_is_not_counted():

@@ -67,7 +67,7 @@ def phases_of(watch: StepWatch) -> dict[str, tuple[int, int]]:
 
 def test_consecutive_steps_show_weight_gradient_and_state() -> None:
     loop, watch = Loop(), StepWatch()
-    watch.renew()
+    watch.renew([])
     loop.train(watch)
     assert watch.stop()
     assert phases_of(watch)["OPTIMIZER"] == (2, 3)
@@ -146,7 +146,7 @@ def test_a_range_of_the_users_may_reach_over_a_pause(crossing: str) -> None:
 
 def test_a_profiler_of_the_users_goes_first() -> None:
     loop, watch = Loop(), StepWatch()
-    watch.renew()
+    watch.renew([])
     with torch.autograd.profiler.profile(use_kineto=False), pytest.warns(UserWarning, match="cannot measure the peak"):
         assert not watch.start(loop, [])
     assert not watch.due
