@@ -220,9 +220,7 @@ def assert_a_minimum_is_one(
     return error
 
 
-@pytest.mark.parametrize(
-    "name", few(OPTIMIZERS, "Adam foreach", "LBFGS", "Lamb", "Lookahead", "Preconditioned", "8 bits")
-)
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "Adam foreach", "LBFGS", "Lamb", "Lookahead", "8 bits"))
 @pytest.mark.feature("Memory", "the optimizer's own step, with all that it allocates, is inside `mem_limit`")
 def test_the_step_of_an_optimizer_counts(tmp_path: Path, name: str) -> None:
     error = assert_a_minimum_is_one(lambda: Task(wide, OPTIMIZERS[name]), tmp_path, batch_size=8)
@@ -323,7 +321,7 @@ def test_callbacks_behind_the_backward_count(tmp_path: Path, callback: type[L.Ca
     assert error.stage in ("behind the backward", "SGD.step")
     peaks, _, another = run(make, tmp_path, error.minimum_bytes, **options)
     assert another is None
-    assert all(peak <= error.minimum_bytes for peak in peaks.peaks[1:])
+    assert max(peaks.peaks[1:]) <= error.minimum_bytes
     _, _, alone = run(make, tmp_path, 1024, batch_size=8)
     assert alone is not None
     assert error.minimum_bytes > 1.1 * alone.minimum_bytes

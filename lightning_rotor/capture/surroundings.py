@@ -43,7 +43,7 @@ from lightning_rotor.capture.reach import Reach
 from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.stages.holders import ABSENT, ATTRIBUTE, CELL, CLASS_ENTRIES, ENTRIES
-from lightning_rotor.stages.user_code import globals_of, is_users, is_users_class
+from lightning_rotor.stages.user_code import globals_of, is_own_file, is_users, is_users_class
 
 Functions: TypeAlias = Callable[[], Mapping[CodeType, Sequence[FunctionType]]]
 """Gives :func:`functions`, or what it gave the last time."""
@@ -231,7 +231,7 @@ class Surroundings:
         names: Iterable[str] = globals_of(code)
         self.notes.look_up(outside, names)
         # Installed packages import in functions all the time, and would lead to all that they consist of.
-        is_own = "-packages" not in code.co_filename
+        is_own = is_own_file(code.co_filename)
         if is_own and "globals" in names:
             # It may look up any, by a name that nobody knows.
             names = [*outside]

@@ -260,16 +260,16 @@ def _allocated_in_steps(clone: Optimizer, device: AnyDevice) -> list[int]:
         real_device = torch.device(device)
     else:
         real_device = _parameters_of(clone)[0].device
+    # On meta, an operator takes a fraction of the time of one on fake tensors, and large models have thousands.
     on_meta = copy_on_meta(clone)
     began = time.process_time()
     allocated_bytes: list[int] = []
-    bytes_before = None
+    bytes_before = 0
     for number in range(1 if is_torchs_own(clone) else _DRY_STEPS_AHEAD):
         if number and time.process_time() - began > _MOST_SECONDS:
             break
-        # On meta, an operator takes a fraction of the time of one on fake tensors, and large models have thousands.
         allocations = StepAllocations(on_meta, real_device)
-        if bytes_before is None:
+        if not number:
             bytes_before = allocations.older_bytes
         try:
             with torch.no_grad(), allocations:

@@ -271,7 +271,7 @@ class MoveProgram:
 
 
 def _longer(stages: int) -> list[int]:
-    """How many stages a segment may have behind its first: any few, and of more only some, a quarter apart."""
+    """Numbers of stages to try behind a segment's first: all small ones, and larger ones a quarter apart."""
     numbers = []
     number = 0
     while number < stages:

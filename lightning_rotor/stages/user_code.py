@@ -33,9 +33,14 @@ def _file_of(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
 
 
+def is_own_file(filename: str) -> bool:
+    """True if a file is not one of an installed package."""
+    return "-packages" not in filename
+
+
 def is_own(kind: type) -> bool:
     """True if a class comes from the user's own files, and not from an installed package."""
-    return "-packages" not in _file_of(kind)
+    return is_own_file(_file_of(kind))
 
 
 def is_users_class(kind: type) -> bool:
