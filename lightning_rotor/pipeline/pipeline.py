@@ -1,6 +1,7 @@
 """A pipeline in a plain loop, without Lightning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,9 @@ from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.pipeline.micro_batches import largest_part
 from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipelined import pipelined
-from lightning_rotor.pipeline.placement import bytes_around, kept_bytes, tensors_of
+from lightning_rotor.pipeline.placement import bytes_around, kept_bytes
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, share_start
 from lightning_rotor.private.values import call_with
-from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.units import parse_limit
 
 
@@ -76,9 +76,6 @@ class Pipeline:
             around = bytes_around(self._model, module, call, optimizer_scale)
             memory_bytes = resolve_limit(limit, device) - around
 
-        def state_bytes(stages: Sequence[Stage]) -> list[int]:
-            return [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages]
-
         self._cut = pipelined(
             self._model,
             module,
@@ -86,7 +83,7 @@ class Pipeline:
             largest_part(call, pipeline_options.micro_batches),
             options=pipeline_options,
             memory_bytes=memory_bytes,
-            state_bytes=state_bytes,
+            kept=partial(kept_bytes, optimizer_scale=optimizer_scale),
             processes=processes,
         )
         self.partition = self._cut.partition

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.sequentialize import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
+from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError, PipelineError, RotorError
 from lightning_rotor.execution.isolated import kept_attributes
 from lightning_rotor.pipeline.device_speeds import speeds_beside_first
@@ -27,7 +28,7 @@ from lightning_rotor.pipeline.partition import Partition, PipelineDevice, partit
 from lightning_rotor.pipeline.partition.solve import counted_in_stages
 from lightning_rotor.pipeline.pipeline_options import PipelineOptions
 from lightning_rotor.pipeline.pipelined_module import PipelinedModule
-from lightning_rotor.pipeline.placement import Placement, tensors_of
+from lightning_rotor.pipeline.placement import Placement, shared_tensors, tensors_of
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, processes_with
 from lightning_rotor.pipeline.runner import Cut, PipelineRunner
 from lightning_rotor.planned.agreement import told_by_all
@@ -48,13 +49,13 @@ def pipelined(
     *,
     options: PipelineOptions,
     memory_bytes: int | None = None,
-    state_bytes: Callable[[Sequence[Stage]], Sequence[int]],
+    kept: Callable[[Sequence[torch.Tensor]], int],
     processes: PipelineProcesses,
 ) -> PipelinedModule:
     """Cut a module into pipeline stages; every process of the pipeline does it at once, with the whole model.
 
     ``call`` is a micro-batch's, under settings as in training; ``memory_bytes`` is what the stages may take of this
-    process's device; ``state_bytes`` says by stage what training keeps beside gradients.
+    process's device; ``kept`` says what training keeps of some parameters and buffers beside gradients.
     """
     if not tensors_in(call):
         raise PipelineError(
@@ -80,9 +81,10 @@ def pipelined(
         balance = counted_in_stages(options.balance, chain.names, list(module._modules), stages)
         options = replace(options, balance=balance)
 
-    plan = _partition(profile, chain, options, memory_bytes, state_bytes(profile.stages), processes)
+    plan = _partition(profile, chain, options, memory_bytes, kept, processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
+    _require_no_written_buffers(module, profile, plan)
     placement = Placement(model, pieces, processes)
     # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
@@ -148,6 +150,27 @@ def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
                     )
 
 
+def _require_no_written_buffers(module: nn.Module, profile: Profile, plan: Partition) -> None:
+    """``PipelineError`` if stages of two parts use a buffer that a forward writes: each device would have its own."""
+    readers: dict[int, list[int]] = {}
+    written: set[int] = set()
+    for number, choice in enumerate(plan.choices):
+        for place in range(choice.first, choice.last + 1):
+            for tensor in tensors_of(profile.stages[place]):
+                numbers = readers.setdefault(id(tensor), [])
+                if number not in numbers:
+                    numbers.append(number)
+            written.update(map(id, profile.states[place].written_buffers()))
+    for name, buffer in module.named_buffers():
+        numbers = readers.get(id(buffer), [])
+        if len(numbers) > 1 and id(buffer) in written:
+            raise PipelineError(
+                f"pipeline stages {numbers[0]} and {numbers[1]} share the buffer {name!r}, which a forward writes: "
+                "expected it in one stage, since every device has its own. Choose a balance that keeps its layers "
+                "together, or give each a layer of its own"
+            )
+
+
 def _globals_read(codes: Iterable[FunctionType]) -> set[tuple[int, str]]:
     """Global variables that functions use: the id of the module's namespace, and the name."""
     read = set()
@@ -180,7 +203,7 @@ def _partition(
     chain: Chain,
     options: PipelineOptions,
     memory_bytes: int | None,
-    state_bytes: Sequence[int],
+    kept: Callable[[Sequence[torch.Tensor]], int],
     processes: PipelineProcesses,
 ) -> Partition:
     """The partition of the very first process, or its error on every process."""
@@ -210,7 +233,8 @@ def _partition(
                 schedule=options.schedule,
                 stages_per_device=options.stages_per_device,
                 recompute=options.recompute,
-                state_bytes=state_bytes,
+                state_bytes=[kept(tensors_of(stage)) for stage in profile.stages],
+                shared=shared_tensors(profile.stages, kept, block_bytes_of(processes.device.type)),
                 outputs_linger=sent_outputs_linger(),
             )
         except RotorError as error:
@@ -240,7 +264,7 @@ def _runs_in_evaluation(
     Stages with weights run where their weights are. Those without run where they do in training or, if training has no
     stage of the name, as early as they can.
     """
-    owners_by_place = [_owners_of(stage, placement) for stage in stages]
+    homes_by_place = [_homes_of(stage, placement) for stage in stages]
     number_in_training = {}
     for number, choice in enumerate(plan.choices):
         for stage in profile.stages[choice.first : choice.last + 1]:
@@ -251,21 +275,23 @@ def _runs_in_evaluation(
     # Values go from stage to stage in one direction only, so numbers never fall along the chain.
     at = 0
     numbers = []
-    for place, (stage, owners) in enumerate(zip(stages, owners_by_place, strict=True)):
-        if len(owners) > 1 or (owners and min(owners) < at):
-            raise PipelineError(
-                f"in evaluation the model runs {stage.name!r} together with what other pipeline stages hold: expected "
-                "code that does the same in training and in evaluation but for its layers (nn.Dropout, not a branch "
-                "on self.training), or another balance=[...]"
-            )
-        if owners:
-            number = max(owners)
+    for place, (stage, homes) in enumerate(zip(stages, homes_by_place, strict=True)):
+        wanted = number_in_training.get(stage.name, at)
+        if homes is None:
+            # Without weights it may run anywhere, but not behind the place of weights that come later in the chain.
+            later = [min(later_homes) for later_homes in homes_by_place[place:] if later_homes]
+            number = min(wanted, min(later, default=parts - 1))
+            at = max(at, number)
         else:
-            # Not behind the place of weights that come later in the chain.
-            later: set[int] = set().union(*owners_by_place[place:])
-            number = number_in_training.get(stage.name, at)
-            number = min(number, min(later, default=parts - 1))
-        at = max(at, number)
+            ahead = [number for number in homes if number >= at]
+            if not ahead:
+                raise PipelineError(
+                    f"in evaluation the model runs {stage.name!r} together with what other pipeline stages hold: "
+                    "expected code that does the same in training and in evaluation but for its layers (nn.Dropout, "
+                    "not a branch on self.training), or another balance=[...]"
+                )
+            # Weights that several stages share are in several places.
+            at = wanted if wanted in ahead else ahead[0]
         numbers.append(at)
     missing = sorted(set(range(parts)) - set(numbers))
     if missing:
@@ -278,11 +304,15 @@ def _runs_in_evaluation(
     return [(first_stage, end - 1) for first_stage, end in zip(firsts, ends, strict=True)]
 
 
-def _owners_of(stage: Stage, placement: Placement) -> set[int]:
-    """Pipeline stages that have tensors of a stage."""
-    owners = set()
+def _homes_of(stage: Stage, placement: Placement) -> list[int] | None:
+    """Pipeline stages that have all tensors of a stage, in order; None for a stage without tensors of the pipeline."""
+    homes: list[int] | None = None
     for tensor in tensors_of(stage):
-        number = placement.stage_of(tensor)
-        if number is not None:
-            owners.add(number)
-    return owners
+        numbers = placement.stages_of(tensor)
+        if not numbers:
+            continue
+        if homes is None:
+            homes = list(numbers)
+        else:
+            homes = [number for number in homes if number in numbers]
+    return homes

@@ -111,6 +111,7 @@ class PipelinedModule:
             code = partial(run, part)
             calls.append(PausedCall(code, place, device, seed=seed, what=self.caller))
         results: dict[int, Any] = {}
+        self.placement.shared_gradients.begin()
 
         def loss(output: Any, place: int) -> torch.Tensor:
             results[place] = calls[place].resume(output)
@@ -140,6 +141,7 @@ class PipelinedModule:
                 call.abandon()
         # What user code computes before the module.
         run_backward(tensors_in(inputs), chain.from_iterable(gradients))
+        self.placement.shared_gradients.add_up()
         ordered = [results[place] for place in range(len(calls))]
         losses = []
         for result, share in zip(ordered, shares, strict=True):

@@ -1,11 +1,12 @@
 """Which process has which weights, and checkpoints and norms of gradients over all of them.
 
 Each process keeps the weights of its own stages and of everything outside of the pipeline. Parameters on ``meta`` stand
-for the others, so names, shapes and parameter numbers in optimizers are those of the whole model everywhere.
+for the others, so names, shapes and parameter numbers in optimizers are those of the whole model everywhere. A tensor
+that stages of several processes use is held by each of them, and owned by the first, whose values count.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,12 @@ from torch import nn
 
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.pipeline.partition.problem import SharedTensors
 from lightning_rotor.pipeline.processes import PipelineProcesses, share
-from lightning_rotor.private.values import tensors_in, tree_map_only
+from lightning_rotor.pipeline.shared_gradients import PIECE_BYTES, SharedGradients, SharedParameter
+from lightning_rotor.private.values import bytes_of, tensors_in, tree_map_only
 from lightning_rotor.stages.sequential import Stage
+from lightning_rotor.units import in_blocks
 
 
 def tensors_of(stage: Stage) -> list[torch.Tensor]:
@@ -30,16 +34,25 @@ def tensors_of(stage: Stage) -> list[torch.Tensor]:
 
 
 class _Slot(NamedTuple):
-    """A place in which a module holds a tensor, and the process that owns it. Several may hold the same tensor."""
+    """A place in which a module holds a tensor, and the processes that hold it. Several places may have the same tensor."""
 
     table: dict[str, Any]
     name: str
     original: torch.Tensor
-    owner: int
+    holders: tuple[int, ...]
+
+    @property
+    def owner(self) -> int:
+        """The process whose values count."""
+        return self.holders[0]
 
 
 class Placement:
-    """Which process of a pipeline has which tensors of a model; a PipelineError if a parameter is in two places."""
+    """Which process of a pipeline has which tensors of a model.
+
+    Raises:
+        PipelineError: A module outside of the stages holds a parameter that one inside holds, too.
+    """
 
     def __init__(
         self,
@@ -49,7 +62,7 @@ class Placement:
     ) -> None:
         self._device, self._group = processes.device, processes.group
         self._rank, self._size = processes.rank, processes.size
-        self._stage_of = _stages_of_tensors(model, stages)
+        self._stages_of = _stages_of_tensors(model, stages)
         # In the modules' own tables: names, shapes and order of parameters stay those of the whole model.
         self._slots: list[_Slot] = []
         for module in model.modules():
@@ -62,33 +75,44 @@ class Placement:
             if owner is not None:
                 self._owner_by_name[name] = owner
 
+        shared = []
+        for name, parameter in model.named_parameters():
+            holders = self._holders_of(parameter)
+            if len(holders) > 1:
+                shared.append(SharedParameter(name, parameter, holders))
+        self.shared_gradients = SharedGradients(shared, processes)
+
     def _slots_in(self, table: dict[str, Any]) -> list[_Slot]:
-        """Slots of a module's table for tensors that one process has."""
+        """Slots of a module's table for tensors of the pipeline's stages."""
         slots = []
         for name, tensor in table.items():
-            owner = self._owner_of(tensor)
-            if tensor is not None and owner is not None:
-                slots.append(_Slot(table, name, tensor, owner))
+            holders = self._holders_of(tensor)
+            if tensor is not None and holders:
+                slots.append(_Slot(table, name, tensor, holders))
         return slots
 
-    def stage_of(self, tensor: torch.Tensor) -> int | None:
-        """Pipeline stage of a tensor of the model; None is outside."""
-        return self._stage_of.get(id(tensor))
+    def stages_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Pipeline stages that use a tensor of the model, in order; none if it is outside."""
+        return self._stages_of.get(id(tensor), ())
+
+    def _holders_of(self, tensor: Any) -> tuple[int, ...]:
+        """The processes that hold a tensor of the stages, its owner first; none if it is outside, and all hold it."""
+        processes = [stage % self._size for stage in self._stages_of.get(id(tensor), ())]
+        # Each once, in the order of the pipeline.
+        return tuple(dict.fromkeys(processes))
 
     def _owner_of(self, tensor: Any) -> int | None:
-        """The process that has a tensor; None if all have it."""
-        stage = self._stage_of.get(id(tensor))
-        if stage is None:
-            return None
-        return stage % self._size
+        """The process whose values of a tensor count; None if it is outside."""
+        holders = self._holders_of(tensor)
+        return holders[0] if holders else None
 
     def give_up(self) -> None:
         """Replace the parameters and buffers of other processes by ones without memory."""
         stand_ins: dict[int, torch.Tensor] = {}
         for slot in self._slots:
-            # Tied parameters stay tied: one stand-in for all places of a tensor.
-            if slot.owner == self._rank:
+            if self._rank in slot.holders:
                 continue
+            # Tied parameters stay tied: one stand-in for all places of a tensor.
             original = slot.original
             if id(original) not in stand_ins:
                 stand_ins[id(original)] = _stand_in(original)
@@ -107,7 +131,7 @@ class Placement:
             original, stand_in = slot.original, slot.table[slot.name]
             if id(original) not in done:
                 done.add(id(original))
-                if slot.owner != self._rank:
+                if self._rank not in slot.holders:
                     # New memory in the old object, which optimizers and users hold.
                     original.data = torch.empty(stand_in.shape, dtype=stand_in.dtype, device=self._device)
                     if not values and original.is_floating_point():
@@ -181,10 +205,11 @@ class Placement:
     def clip_by_norm(self, parameters: Iterable[torch.Tensor], limit: float) -> torch.Tensor:
         """Clip gradients by their norm over all processes, and return the norm before."""
         parameters = list(parameters)
-        # By place in the list, the norm and how many have it: what is outside of the pipeline counts once.
+        # By place in the list, the norm and how many have it: what several processes hold counts once.
         told = torch.zeros(2, len(parameters), dtype=torch.float64, device=self._device)
         for place, parameter in enumerate(parameters):
-            counts_here = self._rank == 0 or self.stage_of(parameter) is not None
+            owner = self._owner_of(parameter) or 0
+            counts_here = self._rank == owner
             if parameter.grad is not None and counts_here:
                 told[0, place] = torch.linalg.vector_norm(parameter.grad)
                 told[1, place] = 1
@@ -214,27 +239,26 @@ def _stand_in(original: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> dict[int, int]:
-    """Pipeline stage by id of a parameter or buffer of the chain."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    stage_of: dict[int, int] = {}
+def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> dict[int, tuple[int, ...]]:
+    """Pipeline stages by id of a parameter or buffer of the chain."""
+    stages_of: dict[int, tuple[int, ...]] = {}
     inside: set[int] = set()
     for number, parts in enumerate(stages):
         for stage in parts:
             inside.update(id(module) for _, module in stage.submodules())
             for tensor in tensors_of(stage):
-                other = stage_of.setdefault(id(tensor), number)
-                if other != number and isinstance(tensor, nn.Parameter):
-                    raise PipelineError(
-                        f"pipeline stages {other} and {number} share the parameter {names.get(id(tensor), '?')!r}: "
-                        "expected each parameter in one stage, since every device has its own. Choose a balance that "
-                        "keeps its layers together, or untie the weights"
-                    )
-    _require_none_outside(model, stage_of, inside)
-    return stage_of
+                others = stages_of.get(id(tensor), ())
+                if number not in others:
+                    stages_of[id(tensor)] = (*others, number)
+    _require_none_outside(model, stages_of, inside)
+    return stages_of
 
 
-def _require_none_outside(model: nn.Module, stage_of: Mapping[int, int], inside: set[int]) -> None:
+def _require_none_outside(
+    model: nn.Module,
+    stages_of: Mapping[int, tuple[int, ...]],
+    inside: set[int],
+) -> None:
     """``PipelineError`` if a module outside of the stages holds a parameter that a module inside holds, too."""
     # A traced forward may read parameters of modules that it never calls: only outside modules hold those.
     held_inside: set[int] = set()
@@ -245,11 +269,11 @@ def _require_none_outside(model: nn.Module, stage_of: Mapping[int, int], inside:
         if id(module) in inside:
             continue
         for key, parameter in module._parameters.items():
-            if id(parameter) not in stage_of or id(parameter) not in held_inside:
+            if id(parameter) not in stages_of or id(parameter) not in held_inside:
                 continue
             path = f"{name}.{key}".lstrip(".")
             raise PipelineError(
-                f"pipeline stage {stage_of[id(parameter)]} shares the parameter {path!r} with what is outside of the "
+                f"pipeline stage {stages_of[id(parameter)][0]} shares the parameter {path!r} with what is outside of the "
                 "pipeline: expected each parameter in one place. Let module=... name a module that holds both, or "
                 "untie the weights"
             )
@@ -264,6 +288,36 @@ def outside(model: nn.Module, module: nn.Module) -> list[torch.Tensor]:
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
+
+
+def shared_tensors(
+    stages: Sequence[Stage],
+    kept: Callable[[Sequence[torch.Tensor]], int],
+    block_bytes: int,
+) -> tuple[SharedTensors, ...]:
+    """Parameters and buffers that several stages use; ``kept`` says what training keeps of some besides gradients."""
+    readers: dict[int, list[int]] = {}
+    tensor_by_id: dict[int, torch.Tensor] = {}
+    for number, stage in enumerate(stages):
+        for tensor in tensors_of(stage):
+            tensor_by_id[id(tensor)] = tensor
+            readers.setdefault(id(tensor), []).append(number)
+    together: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for identity, numbers in readers.items():
+        if len(numbers) > 1:
+            together.setdefault(tuple(numbers), []).append(tensor_by_id[identity])
+    shared = []
+    for stage_numbers, tensors in together.items():
+        gradient_sizes = [in_blocks(bytes_of(tensor), block_bytes) for tensor in tensors if tensor.requires_grad]
+        shared.append(
+            SharedTensors(
+                stages=stage_numbers,
+                state_bytes=kept(tensors),
+                gradient_bytes=sum(gradient_sizes),
+                message_bytes=min(max(gradient_sizes, default=0), PIECE_BYTES),
+            )
+        )
+    return tuple(shared)
 
 
 def kept_bytes(tensors: Sequence[torch.Tensor], optimizer_scale: float) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_rotor.pipeline.micro_batches import Call, largest_part
 from lightning_rotor.pipeline.paused_call import never_called
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.pipelined_module import PipelinedModule
-from lightning_rotor.pipeline.placement import bytes_around, kept_bytes, tensors_of
+from lightning_rotor.pipeline.placement import bytes_around, kept_bytes
 from lightning_rotor.pipeline.processes import PipelineProcesses
 from lightning_rotor.planned.target_search import Target
 from lightning_rotor.private import lightning_names as private
@@ -75,10 +75,6 @@ class PipelineBuilder:
             limit_bytes = self._loop.limit_bytes(settings.limit, ())
             memory_bytes = limit_bytes - around_bytes
 
-        # A function, as the stages are known only behind the cut.
-        def state_bytes(stages: Sequence[Stage]) -> list[int]:
-            return [kept_bytes(tensors_of(stage), optimizer_scale) for stage in stages]
-
         # Recordings hold for calls under the same autocast, so the module is cut under the settings of its call.
         with context.restored():
             cut = pipelined(
@@ -87,7 +83,7 @@ class PipelineBuilder:
                 call,
                 options=settings.options(self._processes.size),
                 memory_bytes=memory_bytes,
-                state_bytes=state_bytes,
+                kept=partial(kept_bytes, optimizer_scale=optimizer_scale),
                 processes=self._processes,
             )
         return target, cut

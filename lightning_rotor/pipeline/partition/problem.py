@@ -64,6 +64,25 @@ class Link:
         return self.latency_seconds + size_bytes / self.bytes_per_second
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Parameters and buffers that the same stages of a chain use, such as an embedding and the head tied to it.
+
+    Each device that runs some of these stages holds one copy, and adds up one gradient.
+
+    Attributes:
+        stages: Numbers of the stages, in order; two at least.
+        state_bytes: What training keeps besides gradients. ``Problem.state_bytes`` has it once for each stage.
+        gradient_bytes: Of those that learn. The chain has it as the last stage's, whose backward comes first.
+        message_bytes: What a device receives at once, if others hold copies: see :mod:`..shared_gradients`.
+    """
+
+    stages: tuple[int, ...]
+    state_bytes: int
+    gradient_bytes: int
+    message_bytes: int = 0
+
+
 @dataclass(frozen=True)
 class Problem:
     """A chain to be cut.
@@ -79,6 +98,7 @@ class Problem:
         recompute: ``"rotor"`` plans every pipeline stage within what is left of its device's memory. ``"always"``
             recomputes each stage as a whole, ``"except_last"`` for all micro-batches but the last, ``"never"`` nothing.
         state_bytes: By stage of the chain, what training keeps besides gradients.
+        shared: Tensors that several stages of the chain use.
         link: Between neighbouring devices.
         outputs_linger: torch holds on to sent outputs, as it does before 2.15.
     """
@@ -90,6 +110,7 @@ class Problem:
     stages_per_device: int = 1
     recompute: RecomputeMode = "rotor"
     state_bytes: tuple[int, ...] = ()
+    shared: tuple[SharedTensors, ...] = ()
     link: Link = Link()
     outputs_linger: bool = True
 

@@ -57,6 +57,12 @@ class Costs:
         gradient_bytes = [cost.keep.parameter_gradient_bytes for cost in chain]
         self._state_before = np.cumsum([0, *state_bytes])
         self._gradients_before = np.cumsum([0, *gradient_bytes])
+        # By shared tensors, how many of their stages come before each boundary.
+        self._readers_before = []
+        for shared in problem.shared:
+            reads = np.zeros(len(chain) + 1, np.int64)
+            reads[np.array(shared.stages) + 1] = 1
+            self._readers_before.append(np.cumsum(reads))
         boundaries = range(len(chain) + 1)
         self._boundary_bytes = np.array([boundary_bytes(chain, place) for place in boundaries], np.int64)
         # By boundary; nothing travels at the chain's ends, and on a single device.
@@ -94,13 +100,30 @@ class Costs:
         """Bytes of parameter gradients that are held beside micro-batches; of one run or an array."""
         # Of a single micro-batch, its own peak counts them.
         apart = self.problem.micro_batches > 1
-        return (self._gradients_before[last + 1] - self._gradients_before[first]) * apart
+        gradients = self._gradients_before[last + 1] - self._gradients_before[first]
+        for shared, before in zip(self.problem.shared, self._readers_before, strict=True):
+            # The chain counts it for the last of these stages, which may be on another device.
+            is_counted = (first <= shared.stages[-1]) & (shared.stages[-1] <= last)
+            is_held = before[last + 1] > before[first]
+            gradients = gradients + (is_held & ~np.asarray(is_counted)) * shared.gradient_bytes
+        return gradients * apart
+
+    def state_bytes(self, first: Any, last: Any) -> Any:
+        """Bytes that training keeps for a run besides gradients; of one run or an array."""
+        state = self._state_before[last + 1] - self._state_before[first]
+        for shared, before in zip(self.problem.shared, self._readers_before, strict=True):
+            readers = before[last + 1] - before[first]
+            # One copy for all stages of a device.
+            state = state - np.maximum(readers - 1, 0) * shared.state_bytes
+            # Where other devices hold copies, too, gradients are sent.
+            is_divided = (readers > 0) & (readers < len(shared.stages))
+            state = state + is_divided * shared.message_bytes
+        return state
 
     def _static_bytes(self, first: Any, last: Any) -> Any:
-        state = self._state_before[last + 1] - self._state_before[first]
         # Receive buffers: of the input, and of the output's gradient, for each micro-batch.
         received = self._boundary_bytes[first] + self._boundary_bytes[last + 1]
-        return state + self.problem.micro_batches * received
+        return self.state_bytes(first, last) + self.problem.micro_batches * received
 
     def together(self, runs: Sequence[tuple[int, int]]) -> list[StageChoice | None]:
         """By pipeline stage, the fastest plans found that fit together; None for all stages of a device without any."""
@@ -240,7 +263,7 @@ class Costs:
 
     def _made_planner(self, first: int, last: int) -> InFlightPlanner:
         """Planner of a run; alike ones, wherever in the chain they are, share it."""
-        part = sub_chain(self.problem.chain, first, last)
+        part = sub_chain(self.problem.chain, first, last, shared=self.problem.shared)
         # Names say nothing about costs, and equal blocks of a transformer differ in nothing else. So one plan serves
         # all of them: chains are keys, compared by value.
         nameless_stages = tuple(replace(cost, name="") for cost in part)

@@ -82,7 +82,7 @@ class Partition:
     def chain(self, stage: int) -> Chain:
         """Chain of a pipeline stage."""
         choice = self.choices[stage]
-        return sub_chain(self.problem.chain, choice.first, choice.last)
+        return sub_chain(self.problem.chain, choice.first, choice.last, shared=self.problem.shared)
 
     def plan(self, stage: int, *, last_micro_batch: bool = False) -> StagePlan:
         """The plan of a pipeline stage for a micro-batch; ``recompute="except_last"`` runs the last one otherwise."""
@@ -239,9 +239,9 @@ def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     device = _first_short_device(problem, device_needs)
     has, needed = formatted_apart(problem.devices[device].memory_bytes or 0, needed_bytes)
 
-    static_bytes = sum(problem.state_bytes)
+    static_bytes = 0
     for run in runs:
-        static_bytes += int(costs.gradient_bytes(*run))
+        static_bytes += int(costs.state_bytes(*run)) + int(costs.gradient_bytes(*run))
     least = "about"
     if problem.stages_per_device == 1:
         least = "at least"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
+from lightning_rotor.pipeline.partition.problem import SharedTensors
 from lightning_rotor.schedule import Leaf, Schedule
 
 END = "hand over"
@@ -22,8 +23,17 @@ _GRADIENT_COSTS = (
 """Costs of an option that are the gradient's bytes if nothing else is there."""
 
 
-def sub_chain(chain: Chain, first: int, last: int) -> Chain:
-    """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's."""
+def sub_chain(
+    chain: Chain,
+    first: int,
+    last: int,
+    *,
+    shared: Sequence[SharedTensors] = (),
+) -> Chain:
+    """Stages ``first..last`` as a chain whose input, output and parts of skips that cross its ends are the caller's.
+
+    Of tensors that several stages share, it has a gradient of its own.
+    """
     if first == 0 and last == len(chain) - 1:
         return chain
     # By number of the skip in the whole chain, what of it is inside. Skips that the last stage makes for stages behind
@@ -39,6 +49,8 @@ def sub_chain(chain: Chain, first: int, last: int) -> Chain:
             inside[number] = part
     new_numbers = {number: place for place, number in enumerate(inside)}
     stages = [_with_skips_renumbered(stage, new_numbers) for stage in chain.stages[first : last + 1]]
+    for tensors in shared:
+        _give_own_gradient(stages, first, tensors)
     output_bytes = stages[-1].output_bytes + handed_bytes
     stages[-1] = replace(stages[-1], output_bytes=output_bytes)
     input_bytes = chain.input_bytes
@@ -57,6 +69,28 @@ def _with_skips_renumbered(stage: StageCost, new_numbers: Mapping[int, int]) -> 
         saved = [new_numbers[number] for number in option.saved_skips if number in new_numbers]
         options.append(replace(option, saved_skips=tuple(saved)))
     return replace(stage, options=tuple(options))
+
+
+def _give_own_gradient(stages: list[StageCost], first: int, shared: SharedTensors) -> None:
+    """Let the gradient of shared tensors appear and wait among some stages, of which the first has a number.
+
+    In the whole chain it appears in the last stage that uses them, and waits until the first one's backward is done.
+    """
+    readers = [number - first for number in shared.stages if 0 <= number - first < len(stages)]
+    for place, stage in enumerate(stages):
+        waits_in_all = shared.stages[0] < first + place <= shared.stages[-1]
+        waits_here = bool(readers) and readers[0] < place <= readers[-1]
+        change = shared.gradient_bytes * (waits_here - waits_in_all)
+        if change:
+            waiting_bytes = max(0, stage.waiting_gradient_bytes + change)
+            stages[place] = replace(stage, waiting_gradient_bytes=waiting_bytes)
+    if readers and first + readers[-1] != shared.stages[-1]:
+        last_reader = stages[readers[-1]]
+        options = []
+        for option in last_reader.options:
+            gradient_bytes = option.parameter_gradient_bytes + shared.gradient_bytes
+            options.append(replace(option, parameter_gradient_bytes=gradient_bytes))
+        stages[readers[-1]] = replace(last_reader, options=tuple(options))
 
 
 def boundary_bytes(chain: Chain, boundary: int) -> int:

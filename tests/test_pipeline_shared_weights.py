@@ -1,0 +1,159 @@
+"""Weights that pipeline stages on several devices share: each has a copy, gradients are summed, and copies stay equal."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from pipelines import Failure, Processes, good, processes
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.pipeline import Pipeline
+from lightning_rotor.profiling.meters import CpuMeter
+
+WORDS = 40
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Processes]:
+    with processes(4) as made:
+        yield made
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """An embedding, blocks, and a head tied to the embedding, as GPT-2 has them."""
+
+    def __init__(self, width: int = 8, words: int = WORDS, blocks: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class OneBlock(Language):
+    """One block for all layers, as ALBERT has it."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(6):
+            x = self.blocks[0](x)
+        return self.head(x)
+
+
+def gpt2() -> nn.Module:
+    """A small GPT-2 of transformers, as it comes: with a head tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = GPT2Config(
+                n_layer=3, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
+                resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+            )  # fmt: skip
+            self.model = GPT2LMHeadModel(config)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.model(tokens).logits
+
+    return Logits()
+
+
+MODELS = {"language": Language, "one block": OneBlock, "gpt2": gpt2}
+
+
+def tokens_of(steps: int) -> torch.Tensor:
+    return torch.randint(WORDS, (steps, 8, 6), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(net: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(net(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def train(rank: int, kind: str, options: dict[str, Any], accumulated: int, clips: bool) -> dict[str, Any]:
+    """Steps of a pipeline, and of one process with the same weights."""
+    torch.manual_seed(0)
+    net = MODELS[kind]()
+    alone = copy.deepcopy(net)
+    batches = tokens_of(6)
+    pipeline = Pipeline(net, batches[0], **options)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), 1e-2)
+    expected = torch.optim.AdamW(alone.parameters(), 1e-2)
+    worst = 0.0
+    for number, tokens in enumerate(batches):
+        loss = pipeline.step(lambda part: loss_of(net, part), tokens)
+        plain = loss_of(alone, tokens)
+        plain.backward()
+        worst = max(worst, float((loss - plain).abs()))
+        if number % accumulated == accumulated - 1:
+            if clips:
+                norms = pipeline.clip_by_norm(0.1), nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+                worst = max(worst, float((norms[0] - norms[1]).abs()))
+            for each in (optimizer, expected):
+                each.step()
+                each.zero_grad()
+    with torch.no_grad():
+        net.eval()
+        worst = max(worst, float((net(batches[0]) - alone(batches[0])).abs().max()))
+        net.train()
+    held = {name: value.clone() for name, value in net.state_dict().items() if not value.is_meta}
+    whole = pipeline.state_dict()
+    names = [name for name, _ in net.named_parameters()]
+    pipeline.close()
+    for (name, value), other in zip(net.state_dict().items(), alone.state_dict().values(), strict=True):
+        worst = max(worst, float((value - other).abs().max()))
+        if name in held:
+            # Copies of other processes are equal to the bit: the owner's has just been written over them.
+            assert torch.equal(held[name], value), name
+    return {"worst": worst, "held": sorted(held), "names": names, "whole": len(whole), "cuts": pipeline.partition.balance}
+
+
+@pytest.mark.feature("Pipelines", "Weights tied between devices", note="each holds a copy, gradients are summed")
+@pytest.mark.parametrize(
+    ("world", "kind", "options", "accumulated", "clips"),
+    [
+        (2, "language", {"micro_batches": 4}, 1, True),
+        (2, "language", {"micro_batches": 4, "schedule": "interleaved", "stages_per_device": 2}, 3, False),
+        (3, "language", {"micro_batches": 3, "schedule": "gpipe", "recompute": "always"}, 2, True),
+        (2, "one block", {"micro_batches": 4}, 2, True),
+        (4, "one block", {"micro_batches": 4, "schedule": "gpipe"}, 1, True),
+        (2, "gpt2", {"micro_batches": 2}, 1, True),
+        (2, "language", {"micro_batches": 1}, 2, False),
+    ],
+)
+def test_copies_are_trained_as_one_weight(
+    group: Processes, world: int, kind: str, options: dict[str, Any], accumulated: int, clips: bool
+) -> None:
+    answers = good(group.run(world, train, kind, options, accumulated, clips))
+    for answer in answers:
+        assert answer["worst"] < 1e-4, answer
+        assert answer["cuts"] == answers[0]["cuts"]
+    shared = set.intersection(*(set(answer["held"]) for answer in answers[:: world - 1]))
+    # The first and the last device hold the tied weight, or each the block.
+    assert shared, answers
