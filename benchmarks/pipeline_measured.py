@@ -89,7 +89,7 @@ def _built(name: PipelineScheduleName, m: int) -> PipelinedModule:
     options = PipelineOptions(m, name, "never", "auto", per_device)
     made = pipelined(
         model, model, ((torch.randn(_ROWS, _WIDTH),), {}), options=options,
-        state_bytes=lambda stages: [0] * len(stages), processes=PipelineProcesses(torch.device("cpu")),
+        kept=lambda tensors: 0, processes=PipelineProcesses(torch.device("cpu")),
     )  # fmt: skip
     made.placement.give_up()
     return made

@@ -181,7 +181,7 @@ def build(kind: str, options: PipelineOptions, memory_bytes: int | None = None) 
         call,
         options=options,
         memory_bytes=memory_bytes,
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
     return model, x, target, made

@@ -17,18 +17,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
-from lightning_rotor.errors import PipelineError, RotorWarning
+from lightning_rotor.errors import RotorWarning
 from lightning_rotor.strategies import RotorPipelineStrategy
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
 
 class Text(L.LightningModule):
-    def __init__(self, tied):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.net = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, resid_pdrop=0,
-                                              embd_pdrop=0, attn_pdrop=0, tie_word_embeddings=tied))
+                                              embd_pdrop=0, attn_pdrop=0))
     def training_step(self, tokens, index):
         return nn.functional.cross_entropy(self.net(tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     def configure_optimizers(self):
@@ -36,15 +36,14 @@ class Text(L.LightningModule):
 
 tokens = torch.randint(32, (16, 8), generator=torch.Generator().manual_seed(0))
 
-def piped(tied):
-    model = Text(tied)
+def piped(model):
     strategy = RotorPipelineStrategy("net", micro_batches=2, process_group_backend="gloo", mem_limit="1GiB")
     trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, precision="bf16-mixed", max_epochs=1, logger=False,
                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(model, DataLoader(tokens, 8))
     return model
 
-alone = Text(False)
+alone = Text()
 optimizer = alone.configure_optimizers()
 for batch in tokens.split(8):
     optimizer.zero_grad()
@@ -55,17 +54,12 @@ for batch in tokens.split(8):
     optimizer.step()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", RotorWarning)
-    model = piped(False)
+    model = piped(Text())
 said = sum("sets use_cache=False" in str(warning.message) for warning in caught)
 states = model.state_dict(), alone.state_dict()
 worst = max(float((states[0][name] - value).abs().max()) for name, value in states[1].items())
-refusal = ""
-try:
-    piped(True)
-except PipelineError as error:
-    refusal = str(error)
 with open(__file__ + os.environ["RANK"], "w") as answer:
-    json.dump({"worst": worst, "said": said, "use_cache": model.net.config.use_cache, "refusal": refusal}, answer)
+    json.dump({"worst": worst, "said": said, "use_cache": model.net.config.use_cache}, answer)
 """
 
 
@@ -80,5 +74,3 @@ def test_a_model_that_returns_a_cache_trains_without_one(tmp_path: Path) -> None
         assert found["worst"] < 1e-6
         assert found["said"] == (rank == 0)
         assert found["use_cache"] is True
-        # With weights tied between the first and the last stage it is refused, and says which.
-        assert "share the parameter 'net.transformer.wte.weight'" in found["refusal"]

@@ -169,7 +169,7 @@ def levels(
         calls[0],
         options=options,
         memory_bytes=memory_bytes[rank],
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
     inputs = made.runner.inputs(calls)
@@ -269,7 +269,7 @@ def counted(rank: int, options: PipelineOptions) -> list[int]:
         model,
         calls[0],
         options=options,
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
     made.placement.give_up()
@@ -296,7 +296,7 @@ def deferred(rank: int, momentum: float | None, recompute: str) -> float:
         model,
         split(((batches[0],), {}), sizes_of(10, 4))[0],
         options=PipelineOptions(4, "1f1b", recompute, deferred_batch_norm=True),
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
     for x in batches:
@@ -345,7 +345,8 @@ def broken(rank: int, what: str) -> None:
     if what == "few layers":
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     elif what == "shared":
-        model[3].weight = model[0].weight
+        # One layer in two places, whose running statistics each forward changes.
+        model[3] = model[0] = nn.BatchNorm1d(4)
     elif what == "no tensor":
         model = nn.Sequential(nn.Linear(4, 4), Tail(0), Tail(1), nn.Linear(4, 4))
         options = PipelineOptions(4, "1f1b", balance=[2, 1, 1])
@@ -360,7 +361,7 @@ def broken(rank: int, what: str) -> None:
         call,
         options=options,
         memory_bytes=memory_bytes,
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
 
@@ -369,7 +370,7 @@ def broken(rank: int, what: str) -> None:
     ("what", "kind", "message"),
     [
         ("few layers", PipelineError, "use fewer devices"),
-        ("shared", PipelineError, "share the parameter '0.weight'"),
+        ("shared", PipelineError, "stages 0 and [1-3] share the buffer '0.running_mean', which a forward writes"),
         ("no tensor", PipelineError, "hands over int: expected tensors"),
         ("balance", PipelineError, "balance=\\[2, 1, 1\\]"),
         ("memory", PartitionError, "expected at least"),

@@ -13,7 +13,7 @@ from pipelines import Failure, Processes, good, processes
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_rotor.errors import PipelineError
+from lightning_rotor.pipeline.micro_batches import split
 from lightning_rotor.pipeline.pipeline import Pipeline
 from lightning_rotor.profiling.meters import CpuMeter
 
@@ -66,6 +66,20 @@ class OneBlock(Language):
         return self.head(x)
 
 
+class ByFunction(Language):
+    """The embedding's weight is used where its module is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embedding.weight)
+
+
 def gpt2() -> nn.Module:
     """A small GPT-2 of transformers, as it comes: with a head tied to the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -85,7 +99,7 @@ def gpt2() -> nn.Module:
     return Logits()
 
 
-MODELS = {"language": Language, "one block": OneBlock, "gpt2": gpt2}
+MODELS = {"language": Language, "by function": ByFunction, "one block": OneBlock, "gpt2": gpt2}
 
 
 def tokens_of(steps: int) -> torch.Tensor:
@@ -131,10 +145,18 @@ def train(rank: int, kind: str, options: dict[str, Any], accumulated: int, clips
         if name in held:
             # Copies of other processes are equal to the bit: the owner's has just been written over them.
             assert torch.equal(held[name], value), name
-    return {"worst": worst, "held": sorted(held), "names": names, "whole": len(whole), "cuts": pipeline.partition.balance}
+    return {
+        "worst": worst,
+        "held": sorted(held),
+        "names": names,
+        "whole": len(whole),
+        "cuts": pipeline.partition.balance,
+    }
 
 
-@pytest.mark.feature("Pipelines", "Weights tied between devices", note="each holds a copy, gradients are summed")
+@pytest.mark.feature(
+    "Strategies", "RotorPipelineStrategy, weights tied between devices", note="each has a copy, gradients are summed"
+)
 @pytest.mark.parametrize(
     ("world", "kind", "options", "accumulated", "clips"),
     [
@@ -144,6 +166,7 @@ def train(rank: int, kind: str, options: dict[str, Any], accumulated: int, clips
         (2, "one block", {"micro_batches": 4}, 2, True),
         (4, "one block", {"micro_batches": 4, "schedule": "gpipe"}, 1, True),
         (2, "gpt2", {"micro_batches": 2}, 1, True),
+        (2, "by function", {"micro_batches": 2}, 1, True),
         (2, "language", {"micro_batches": 1}, 2, False),
     ],
 )
@@ -157,3 +180,75 @@ def test_copies_are_trained_as_one_weight(
     shared = set.intersection(*(set(answer["held"]) for answer in answers[:: world - 1]))
     # The first and the last device hold the tied weight, or each the block.
     assert shared, answers
+
+
+class Scored(nn.Module):
+    """One number for each row, so that the user's loss takes hardly any memory."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.net(tokens).square().mean((1, 2))
+
+
+def peaks(rank: int, kind: str, options: dict[str, Any]) -> dict[str, int]:
+    """The most that a step takes of a device, and the most that was predicted."""
+    torch.manual_seed(0)
+    net = Scored(Language(width=32, words=400) if kind == "language" else OneBlock())
+    tokens = tokens_of(1)[0]
+    pipeline = Pipeline(net, tokens, mem_limit=2**30, optimizer_scale=0.0, **options)
+
+    cut = pipeline._cut
+    calls = split(((tokens,), {}), cut.sizes(tokens))
+
+    def run() -> None:
+        cut.placement.shared_gradients.begin()
+        cut.runner.run(cut.runner.inputs(calls), lambda output, _: output.sum(), seed=1)
+        cut.placement.shared_gradients.add_up()
+
+    for _ in range(2):
+        run()
+    tensors: list[torch.Tensor] = list(pipeline.parameters())
+    for parameter in pipeline.parameters():
+        parameter.grad = None
+    for stage in cut.runner._prepared.stages:
+        received = [*([] if stage.is_first else stage.inputs), *stage.output_gradients.values()]
+        tensors += [buffer for buffers in received for buffer in buffers if buffer is not None]
+    with CpuMeter().recording() as recording:
+        run()
+    predicted = pipeline.partition.simulation.peak_bytes[rank]
+    pipeline.close()
+    held = sum(tensor.nbytes for tensor in tensors)
+    messages = sum(shared.message_bytes for shared in pipeline.partition.problem.shared)
+    measured = held + max(phase.peak_bytes for phase in recording.phases)
+    return {"measured": measured, "predicted": predicted, "messages": messages}
+
+
+@pytest.mark.parametrize("kind", ["language", "one block"])
+@pytest.mark.parametrize(
+    "options", [{"micro_batches": 4}, {"micro_batches": 4, "recompute": "always"}, {"micro_batches": 1}]
+)
+def test_a_copy_counts_on_each_device(group: Processes, kind: str, options: dict[str, Any]) -> None:
+    for answer in good(group.run(2, peaks, kind, options)):
+        # Losses, which are the user's, are not foreseen.
+        losses = 4 * (options["micro_batches"] + 1)
+        assert answer["measured"] <= answer["predicted"] + losses, answer
+        # Messages come behind the step's peak, and the first stage's backward was measured where gradients meet.
+        assert answer["measured"] >= answer["predicted"] - 2.2 * answer["messages"], answer
+
+
+def sparse(rank: int) -> None:
+    net = Language()
+    net.embedding.sparse = True
+    pipeline = Pipeline(net, tokens_of(1)[0], micro_batches=2)
+    # What the last stage gives is dense: of no process alone would it be seen.
+    pipeline.step(lambda part: loss_of(net, part), tokens_of(1)[0])
+
+
+def test_sparse_gradients_are_not_added_up(group: Processes) -> None:
+    first, _ = group.run(2, sparse)
+    assert isinstance(first, Failure)
+    assert first.kind == "PipelineError"
+    assert re.search("gradient of 'embedding.weight' is torch.sparse_coo.*expected a dense one", first.message)

@@ -42,7 +42,7 @@ def cut(rank: int, seconds: tuple[float, ...]) -> tuple[tuple[int, ...], list[fl
         model,
         ((torch.randn(2, 4),), {}),
         options=PipelineOptions(8, "1f1b"),
-        state_bytes=lambda stages: [0] * len(stages),
+        kept=lambda tensors: 0,
         processes=PipelineProcesses(torch.device("cpu")),
     )
     return made.partition.balance, [device.speed for device in made.partition.problem.devices]

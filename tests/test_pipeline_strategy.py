@@ -77,6 +77,14 @@ class Model(L.LightningModule):
         self.steps.append((float(outputs["loss"]), float(self.trainer.callback_metrics["loss"])))
 
 
+class SharedWeight(Model):
+    """Its first and its last linear layer have one weight."""
+
+    def __init__(self, frozen: int = 0) -> None:
+        super().__init__(frozen)
+        self.net[6].weight = self.net[0].weight
+
+
 def loader(rows: int = ROWS, batch: int = BATCH, shuffle: bool = True) -> DataLoader:
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(torch.randn(rows, 8, generator=generator), torch.randint(0, 4, (rows,), generator=generator))
@@ -146,6 +154,7 @@ TRAININGS = [
     (3, {"micro_batches": 3, "schedule": "gpipe", "recompute": "always"}, {"gradient_clip_val": 0.3}),
     (2, {"micro_batches": 4, "schedule": "interleaved"}, {"accumulate_grad_batches": 2}),
     (2, {"micro_batches": 2, "recompute": "except_last", "balance": [3, 5]}, {"frozen": 3, "gradient_clip_val": 0.3}),
+    (3, {"micro_batches": 4}, {"kind": SharedWeight, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}),
 ]
 
 
@@ -357,7 +366,7 @@ class Still(Model):
 class Shared(Model):
     def __init__(self, frozen: int = 0) -> None:
         super().__init__()
-        self.net[6].weight = self.net[0].weight
+        self.net[6] = self.net[0] = nn.BatchNorm1d(16)
 
 
 class Tied(Model):
@@ -406,7 +415,7 @@ REFUSED = [
     (Model, {}, {"sync_batchnorm": True}, "expected sync_batchnorm=False"),
     (Lbfgs, {}, {}, "LBFGS evaluates the loss several times"),
     (Never, {}, {}, "never called the module"),
-    (Shared, {"balance": [4, 4]}, {}, "pipeline stages 0 and 1 share the parameter 'net.0.weight'"),
+    (Shared, {"balance": [4, 4]}, {}, "pipeline stages 0 and 1 share the buffer 'net.0.running_mean'"),
     (Tied, {}, {}, "shares the parameter 'stem.weight' with what is outside"),
     (Short, {"balance": [1, 1, 1, 1], "schedule": "interleaved"}, {}, "the chain has only 2 stages"),
     (Numbers, {"balance": [2, 2]}, {}, "hands over int: expected tensors"),

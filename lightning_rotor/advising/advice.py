@@ -150,8 +150,6 @@ def _ways(task: Task) -> tuple[list[Choice], dict[str, str]]:
     choices += pipelines
     if not pipelines:
         left_out["pipelines"] = "no cut fits"
-        if any(len(stages) > 1 for stages in task.costs.tensors.tied):
-            left_out["pipelines"] = "no cut fits, or each has weights on both sides that the model ties"
     return choices, left_out
 
 

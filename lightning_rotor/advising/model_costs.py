@@ -18,7 +18,8 @@ from lightning_rotor.chain import Chain
 from lightning_rotor.errors import AdviceError
 from lightning_rotor.memory.held import storage_bytes
 from lightning_rotor.memory.resident_memory import ResidentMemory
-from lightning_rotor.pipeline.placement import tensors_of
+from lightning_rotor.pipeline.partition.problem import SharedTensors
+from lightning_rotor.pipeline.placement import shared_tensors, tensors_of
 from lightning_rotor.planned.batch_sizes import AffineCosts
 from lightning_rotor.profiling.accelerators import Accelerator
 from lightning_rotor.profiling.chain_profile import Profile
@@ -88,13 +89,13 @@ class StageTensors:
         held_bytes: By stage, parameters and buffers.
         learning_bytes: By stage, parameters that learn.
         outside_bytes: Parameters and buffers that no stage has.
-        tied: Stages by parameter, of parameters that several stages use.
+        shared: Those that several stages use; their ``state_bytes`` are those of parameters and buffers alone.
     """
 
     held_bytes: tuple[int, ...]
     learning_bytes: tuple[int, ...]
     outside_bytes: int
-    tied: tuple[tuple[int, ...], ...]
+    shared: tuple[SharedTensors, ...]
 
     @classmethod
     def of(cls, model: nn.Module, stages: Sequence[Stage]) -> StageTensors:
@@ -107,18 +108,12 @@ class StageTensors:
         for tensor in (*model.parameters(), *model.buffers()):
             if id(tensor) not in in_stages:
                 around.append(tensor)
-        users: dict[int, list[int]] = {}
-        for number, stage in enumerate(stages):
-            for parameter in stage.parameters():
-                # By identity: the tensors are fake, and have no values to compare.
-                users.setdefault(id(parameter), []).append(number)
-        # Once each: layers that are tied share several parameters.
-        tied = dict.fromkeys(tuple(numbers) for numbers in users.values() if len(numbers) > 1)
         return cls(
             held_bytes=tuple(map(storage_bytes, tensors_by_stage)),
             learning_bytes=tuple(storage_bytes(stage.learning()) for stage in stages),
             outside_bytes=storage_bytes(around),
-            tied=tuple(tied),
+            # Sizes in the advised GPU's blocks would differ by less than a block for each parameter.
+            shared=shared_tensors(stages, storage_bytes, block_bytes=1),
         )
 
 
@@ -150,14 +145,12 @@ class ModelCosts:
         tensors: Of its stages.
         resident: What training holds beside a chain, with a batch of the larger estimated size.
         sharding: Its units; None where the model has no blocks.
-        is_sequential: It is an ``nn.Sequential``, and not recorded.
     """
 
     costs: AffineCosts
     tensors: StageTensors
     resident: ResidentMemory
     sharding: Sharding | None
-    is_sequential: bool
 
     @property
     def trained_bytes(self) -> int:
@@ -232,7 +225,6 @@ def model_costs(
         tensors=StageTensors.of(model, last_profiles[0].stages),
         resident=resident,
         sharding=sharding,
-        is_sequential=isinstance(model, nn.Sequential),
     )
 
 

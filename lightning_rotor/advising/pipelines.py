@@ -6,7 +6,8 @@ up their gradients when their batches are done.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from lightning_rotor.advising.choice import Choice, StepSeconds
@@ -59,8 +60,6 @@ def objection(task: Task) -> str:
     """The reason for which ``RotorPipelineStrategy`` refuses the model; empty if none is known."""
     if task.cluster.size == 1:
         return "there is one device"
-    if task.precision.endswith("-mixed") and not task.costs.is_sequential:
-        return "pipelines of a recorded module do not run under autocast: with precision bf16-true they would"
     if not list(_numbers_of_stages(task)):
         return "no number of devices divides both the cluster and the batch, with a stage of the model for each"
     return ""
@@ -103,6 +102,10 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
     state_bytes = []
     for held, learning in zip(tensors.held_bytes, tensors.learning_bytes, strict=True):
         state_bytes.append(held + round(costs.state_scale * learning))
+    shared = []
+    for tensors_of_several in tensors.shared:
+        optimizer_bytes = round(costs.state_scale * tensors_of_several.gradient_bytes)
+        shared.append(replace(tensors_of_several, state_bytes=tensors_of_several.state_bytes + optimizer_bytes))
     # What is outside of the stages, and the whole batch, are on every device.
     around_bytes = tensors.outside_bytes + costs.resident_at(samples).batch_bytes
     # Then nothing is left for the stages, on any device.
@@ -117,24 +120,24 @@ def _choice(task: Task, stages: int, schedule: PipelineScheduleName, micro_batch
             schedule=schedule,
             stages_per_device=stages_per_device,
             state_bytes=state_bytes,
+            shared=tuple(shared),
             link=cluster.between_neighbours(stages),
             outputs_linger=sent_outputs_linger(),
         )
     except PartitionError:
         return None
-    if _divides_tied(cut, tensors.tied):
-        return None
-    learning_bytes = _by_device(cut, tensors.learning_bytes)
+    held_by_device = _by_device(cut, state_bytes, [each.state_bytes for each in shared])
+    learning_by_device = _by_device(cut, tensors.learning_bytes, [each.gradient_bytes for each in shared])
     # The simulator ends before the optimizers step, which may take more than any micro-batch did.
     final_bytes = 0
-    for state, learning in zip(_by_device(cut, state_bytes), learning_bytes, strict=True):
+    for state, learning in zip(held_by_device, learning_by_device, strict=True):
         temporary = round(costs.temporary_scale * learning)
         final_bytes = max(final_bytes, state + learning + temporary)
     peak_bytes = around_bytes + max(*cut.simulation.peak_bytes, final_bytes)
     if peak_bytes > task.limit_bytes:
         return None
     # All devices wait for the one that has most to add up, and to step with.
-    most_learning_bytes = max(learning_bytes)
+    most_learning_bytes = max(learning_by_device)
     sums_seconds = cluster.sum_seconds(most_learning_bytes, copies, apart=stages)
     recomputed = 0
     for choice in cut.choices:
@@ -176,23 +179,18 @@ def _seconds(cut: Partition, sums_seconds: float, optimizer_seconds: float) -> S
     )
 
 
-def _by_device(cut: Partition, of_stages: list[int] | tuple[int, ...]) -> list[int]:
-    """Sums over the chain's stages on each device."""
+def _by_device(cut: Partition, of_stages: Sequence[int], of_shared: Sequence[int]) -> list[int]:
+    """Sums over the chain's stages on each device, where what several stages share counts once."""
     before = [0, *accumulate(of_stages)]
     devices = len(cut.problem.devices)
     sums = [0] * devices
+    readers = [[0] * devices for _ in cut.problem.shared]
     for number, choice in enumerate(cut.choices):
-        sums[number % devices] += before[choice.last + 1] - before[choice.first]
+        device = number % devices
+        sums[device] += before[choice.last + 1] - before[choice.first]
+        for place, shared in enumerate(cut.problem.shared):
+            readers[place][device] += sum(choice.first <= stage <= choice.last for stage in shared.stages)
+    for size_bytes, readers_of_one in zip(of_shared, readers, strict=True):
+        for device, count in enumerate(readers_of_one):
+            sums[device] -= max(count - 1, 0) * size_bytes
     return sums
-
-
-def _divides_tied(cut: Partition, tied: tuple[tuple[int, ...], ...]) -> bool:
-    """True if stages that use one parameter are on different devices' parts, which is refused."""
-    for numbers in tied:
-        parts = set()
-        for part, choice in enumerate(cut.choices):
-            if any(choice.first <= number <= choice.last for number in numbers):
-                parts.add(part)
-        if len(parts) > 1:
-            return True
-    return False

@@ -13,7 +13,7 @@ Read, plain numbers first:
 - ``pipeline_simulator``, with ``step_times``, ``device_levels``, ``stage_loads``: what an order takes, without torch;
 - ``partition``: where to cut, so that it takes least;
 - ``micro_batches``, ``micro_batch_seeds``, ``batch_statistics``: a batch in parts that train as the whole does;
-- ``processes``, ``placement``, ``device_speeds``: who has which weights, and who is how fast;
+- ``processes``, ``placement``, ``shared_gradients``, ``device_speeds``: who has which weights, and who is how fast;
 - ``layouts``, ``part``, ``micro_batch_stage`` and ``runner``: a step;
 - ``paused_call``, ``pipelined_module``, ``pipelined``: a module becomes a pipeline;
 - ``pipeline`` is the facade for a plain loop, ``balances`` serves torchgpipe's users.

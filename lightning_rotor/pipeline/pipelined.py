@@ -84,7 +84,7 @@ def pipelined(
     plan = _partition(profile, chain, options, memory_bytes, kept, processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
-    _require_no_written_buffers(module, profile, plan)
+    _require_no_written_buffers(model, profile, plan)
     placement = Placement(model, pieces, processes)
     # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
@@ -150,7 +150,7 @@ def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
                     )
 
 
-def _require_no_written_buffers(module: nn.Module, profile: Profile, plan: Partition) -> None:
+def _require_no_written_buffers(model: nn.Module, profile: Profile, plan: Partition) -> None:
     """``PipelineError`` if stages of two parts use a buffer that a forward writes: each device would have its own."""
     readers: dict[int, list[int]] = {}
     written: set[int] = set()
@@ -161,7 +161,7 @@ def _require_no_written_buffers(module: nn.Module, profile: Profile, plan: Parti
                 if number not in numbers:
                     numbers.append(number)
             written.update(map(id, profile.states[place].written_buffers()))
-    for name, buffer in module.named_buffers():
+    for name, buffer in model.named_buffers():
         numbers = readers.get(id(buffer), [])
         if len(numbers) > 1 and id(buffer) in written:
             raise PipelineError(

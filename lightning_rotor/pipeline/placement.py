@@ -34,7 +34,7 @@ def tensors_of(stage: Stage) -> list[torch.Tensor]:
 
 
 class _Slot(NamedTuple):
-    """A place in which a module holds a tensor, and the processes that hold it. Several places may have the same tensor."""
+    """A place in which a module has a tensor, and the processes that hold it. Several places may have the same one."""
 
     table: dict[str, Any]
     name: str
@@ -273,8 +273,8 @@ def _require_none_outside(
                 continue
             path = f"{name}.{key}".lstrip(".")
             raise PipelineError(
-                f"pipeline stage {stages_of[id(parameter)][0]} shares the parameter {path!r} with what is outside of the "
-                "pipeline: expected each parameter in one place. Let module=... name a module that holds both, or "
+                f"pipeline stage {stages_of[id(parameter)][0]} shares the parameter {path!r} with what is outside of "
+                "the pipeline: expected each parameter in one place. Let module=... name a module that holds both, or "
                 "untie the weights"
             )
 

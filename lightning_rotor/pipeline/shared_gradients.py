@@ -26,7 +26,7 @@ PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SharedParameter:
-    """A parameter and the processes that hold a copy of it, in the order of the pipeline; the first one is its owner."""
+    """A parameter and the processes that hold a copy of it, in the order of the pipeline: the first one owns it."""
 
     name: str
     parameter: nn.Parameter

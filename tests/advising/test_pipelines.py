@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_rotor.advising.cluster import Cluster
@@ -60,7 +61,30 @@ def test_a_reason_stands_for_each_model_that_is_refused(costs: ModelCosts) -> No
     assert objection(task(costs)) == ""
     assert objection(task(costs, devices=1)) == "there is one device"
     assert "divides both the cluster and the batch" in objection(task(costs, devices=3, batch=0))
-    mixed = task(costs, precision="bf16-mixed")
-    assert objection(mixed) == ""
-    recorded = replace(mixed, costs=replace(costs, is_sequential=False))
-    assert "do not run under autocast" in objection(recorded)
+    assert objection(task(costs, precision="bf16-mixed")) == ""
+
+
+class Tied(nn.Module):
+    """The first and the last of four layers have one weight, the largest by far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, WIDTH)
+        self.middle = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1000, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.embedding(tokens)))
+
+
+def test_a_tied_weight_counts_on_each_device_that_uses_it() -> None:
+    precision = Precision.of("32-true")
+    spec = InputSpec((4,), torch.int64)
+    costs = model_costs(Tied, [spec], lambda model: [], GPUS["H100"], precision, batch_size=2)
+    weight_bytes = 4 * 1000 * WIDTH
+    (shared,) = costs.tensors.shared
+    assert (shared.state_bytes, shared.gradient_bytes) == (weight_bytes, weight_bytes)
+    by_schedule = {choice.schedule: choice for choice in pipelines(task(costs, devices=2, batch=2))}
+    # Weight and gradient once on each device; a message, and the sum of two gradients that was measured.
+    assert 2 * weight_bytes < by_schedule["1f1b"].peak_bytes < 5.5 * weight_bytes

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from lightning_rotor.errors import PipelineError
-from lightning_rotor.pipeline.placement import Placement, bytes_around, kept_bytes, outside, tensors_of
+from lightning_rotor.memory.held import storage_bytes
+from lightning_rotor.pipeline.partition.problem import SharedTensors
+from lightning_rotor.pipeline.placement import (
+    Placement,
+    bytes_around,
+    kept_bytes,
+    outside,
+    shared_tensors,
+    tensors_of,
+)
 from lightning_rotor.pipeline.processes import PipelineProcesses
 from lightning_rotor.stages.sequential import Stage
 
@@ -41,7 +50,7 @@ def test_others_weights_take_no_memory_until_they_come_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     placement = Placement(model, stages_of(*model), Alone(torch.device("cpu")))
     own, others = model[0].weight, model[1].weight
-    assert (placement.stage_of(own), placement.stage_of(others)) == (0, 1)
+    assert (placement.stages_of(own), placement.stages_of(others)) == ((0,), (1,))
     placement.give_up()
     assert model[0].weight is own
     assert model[1].weight.is_meta
@@ -51,11 +60,35 @@ def test_others_weights_take_no_memory_until_they_come_back() -> None:
     assert others.isnan().all()
 
 
-def test_a_parameter_in_two_places_is_refused() -> None:
+def tied() -> nn.Sequential:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
-    model = nn.Sequential(first, second)
-    with pytest.raises(PipelineError, match=r"pipeline stages 0 and 1 share the parameter '0\.weight'"):
-        Placement(model, stages_of(first, second), Alone(torch.device("cpu")))
+    return nn.Sequential(first, second)
+
+
+def test_a_parameter_of_two_stages_is_in_both() -> None:
+    model = tied()
+    placement = Placement(model, stages_of(*model), Alone(torch.device("cpu")))
+    assert placement.stages_of(model[0].weight) == (0, 1)
+    assert placement.stages_of(model[1].bias) == (1,)
+    placement.give_up()
+    assert model[1].weight is model[0].weight
+    assert not model[1].weight.is_meta
+    assert model[1].bias.is_meta
+
+
+def test_tensors_of_several_stages_are_listed_with_what_they_take() -> None:
+    model = tied()
+    stages = [stage for stages in stages_of(*model) for stage in stages]
+    (shared,) = shared_tensors(stages, lambda tensors: 3 * storage_bytes(tensors), block_bytes=512)
+    assert shared == SharedTensors(stages=(0, 1), state_bytes=48, gradient_bytes=512, message_bytes=512)
+    model.requires_grad_(False)
+    (frozen,) = shared_tensors(stages, storage_bytes, block_bytes=1)
+    assert frozen == SharedTensors(stages=(0, 1), state_bytes=16, gradient_bytes=0, message_bytes=0)
+
+
+def test_a_parameter_inside_and_outside_of_the_pipeline_is_refused() -> None:
+    model = tied()
+    first = model[0]
     with pytest.raises(PipelineError, match=r"pipeline stage 0 shares the parameter '1\.weight' with what is outside"):
         Placement(model, stages_of(first), Alone(torch.device("cpu")))
