@@ -5,6 +5,7 @@ from __future__ import annotations
 import lightning as L
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.rank_runs import STEPS, WIDTH, Batches, StepPeak, Tower, ddp, fsdp2
@@ -27,10 +28,10 @@ class Whole(nn.Module):
 class Training(L.LightningModule):
     """As the lines of Python of an advice train it."""
 
-    def __init__(self, reshard: bool | None) -> None:
+    def __init__(self, reshard: bool | None, shape: tuple[int, int] | None) -> None:
         super().__init__()
         self.model = Whole()
-        self.reshard = reshard
+        self.reshard, self.shape = reshard, shape
 
     def configure_model(self) -> None:
         if self.reshard is None:
@@ -38,6 +39,8 @@ class Training(L.LightningModule):
         from torch.distributed.fsdp import fully_shard
 
         mesh = self.device_mesh["data_parallel"]
+        if self.shape is not None:
+            mesh = init_device_mesh(self.device_mesh.device_type, self.shape, mesh_dim_names=("copies", "shards"))
         for block in self.model.body.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
         fully_shard(self.model, mesh=mesh)
@@ -49,12 +52,12 @@ class Training(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def peak_bytes(rank: int, reshard: bool | None) -> int:
-    """Most that a late step has held, under FSDP2 or, without a choice, DDP."""
+def peak_bytes(rank: int, reshard: bool | None, shape: tuple[int, int] | None = None) -> int:
+    """Most that a late step has held, under FSDP2 or, without a choice, DDP. ``shape`` is that of copies and shards."""
     peak = StepPeak()
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy=ddp()() if reshard is None else fsdp2(), max_epochs=1, callbacks=[peak],
+        accelerator="cpu", devices=2 if shape is None else shape[0] * shape[1], strategy=ddp()() if reshard is None else fsdp2(), max_epochs=1, callbacks=[peak],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Training(reshard), DataLoader(Batches(ROWS, steps=STEPS), batch_size=None))
+    trainer.fit(Training(reshard, shape), DataLoader(Batches(ROWS, steps=STEPS), batch_size=None))
     return peak.peak_bytes

@@ -185,8 +185,9 @@ def test_a_sharded_step_holds_a_unit_and_the_messages_around_it() -> None:
 
     def seen(*, reshard: bool) -> tuple[int, float]:
         step = sharded_step(
-            events, (0, 1), (unit, unit), UnitSizes(), reshard=reshard, message_seconds=lambda size: 0.01 * size
-        )
+            events, (0, 1), (unit, unit), UnitSizes(), reshard=reshard,
+            gather_seconds=lambda size: 0.01 * size, reduce_seconds=lambda size: 0.01 * size,
+        )  # fmt: skip
         assert step.busy_seconds == 6.0
         return step.peak_bytes, step.seconds
 

@@ -43,3 +43,15 @@ def test_bytes_a_device_are_those_of_two_processes(
     way: str, foretold: dict[str, int], measured: dict[str, int]
 ) -> None:
     assert foretold[way] == pytest.approx(measured[way], rel=0.02)
+
+
+@pytest.mark.wide
+def test_bytes_a_device_are_those_of_two_groups_of_two_processes() -> None:
+    advice = advise(
+        Whole, [InputSpec((ROWS, WIDTH))], lambda model: [torch.optim.AdamW(model.parameters())],
+        Cluster.of("H100", 4), like="cpu",
+    )  # fmt: skip
+    (foretold,) = [choice.peak_bytes for choice in advice.choices if choice.shards == 2 and choice.reshard]
+    with processes(4, patience_seconds=PATIENCE_SECONDS) as group:
+        measured = good(group.run(4, peak_bytes, True, (2, 2)))
+    assert foretold == pytest.approx(measured[0], rel=0.02)

@@ -54,7 +54,8 @@ class Choice:
         devices: In use.
         batch_per_device: Samples of a device's batch in a step; of a pipeline, of all its devices together.
         accumulated: Batches of which a step adds up the gradients, ``batch_per_device`` being all of these together.
-        copies: Of the model, among which the batch is divided.
+        copies: Parts of the batch that are computed at once, each by a copy of the model, whole or spread.
+        shards: Devices over which FSDP2 spreads parameters; where these are not all, others have copies (HSDP).
         stages: Devices of a pipeline; 1 for others.
         schedule: Of a pipeline, else empty.
         micro_batches: Of a pipeline, else 1.
@@ -72,6 +73,7 @@ class Choice:
     seconds: StepSeconds
     lines: str
     copies: int = 1
+    shards: int = 1
     accumulated: int = 1
     stages: int = 1
     schedule: str = ""
@@ -82,7 +84,9 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """A few words: ``"FSDP2, reshard=False"``, ``"pipeline of 4, 1f1b, x 2"``."""
+        """A few words: ``"FSDP2, reshard=False"``, ``"FSDP2 of 8, x 4, reshard=True"``, ``"pipeline of 4, 1f1b"``."""
+        if self.kind == "FSDP2" and 1 < self.shards < self.devices:
+            return f"FSDP2 of {self.shards}, x {self.devices // self.shards}, reshard={self.reshard}"
         if self.kind == "FSDP2":
             return f"FSDP2, reshard={self.reshard}"
         if self.kind != "pipeline":

@@ -17,12 +17,17 @@ def ddp_lines(task: Task, accumulated: int) -> str:
     return _trainer(task, 'strategy="ddp"', _devices(task), accumulated=accumulated)
 
 
-def fsdp_lines(task: Task, containers: Sequence[str], *, reshard: bool) -> str:
+def fsdp_lines(task: Task, containers: Sequence[str], *, shards: int, reshard: bool) -> str:
     """Of a LightningModule that spreads its blocks, and its Trainer."""
+    mesh = 'self.device_mesh["data_parallel"]'
+    if shards < task.cluster.size:
+        # Processes are numbered node by node, so those of a group are neighbours.
+        shape = f"({task.cluster.size // shards}, {shards})"
+        mesh = f'init_device_mesh(self.device_mesh.device_type, {shape}, mesh_dim_names=("copies", "shards"))'
     lines = [
         "class Sharded(Model):  # self.model is what --model makes",
         "    def configure_model(self):",
-        '        mesh = self.device_mesh["data_parallel"]',
+        f"        mesh = {mesh}",
     ]
     for container in containers:
         # The model is a container itself where its name in itself is empty.

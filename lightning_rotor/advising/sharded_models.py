@@ -1,6 +1,7 @@
-"""Ways to train in which the parameters are spread over all devices: FSDP2, with units for the model's blocks.
+"""Ways to train in which the parameters are spread over devices: FSDP2, with units for the model's blocks.
 
-Each unit is one stage of the chain. The planner gives a schedule for what is left of the limit beside the messages, and
+They are spread over all devices, or over groups of neighbours that hold copies (HSDP): then less is sent between nodes,
+and each device holds more. Each unit is one stage of the chain. The planner gives a schedule for what is left of the limit beside the messages, and
 ``sharded_step`` says what the step takes with them; the difference goes to the next plan.
 """
 
@@ -25,32 +26,49 @@ _SLOTS = 250
 
 
 def sharded_models(task: Task) -> list[Choice]:
-    """FSDP2 over all devices, with and without resharding, where that fits."""
+    """FSDP2 over all devices and over groups of them, with and without resharding, where that fits."""
     sharding = task.costs.sharding
     samples = task.divided(task.cluster.size)
     if sharding is None or samples is None or task.cluster.size == 1:
         return []
     chain = sharding.costs.at(samples)
     choices = []
-    for reshard in (True, False):
-        choice = Spread(task, sharding, chain, samples, reshard=reshard).fastest()
-        if choice is not None:
-            choices.append(choice)
+    for shards in _group_sizes(task):
+        for reshard in (True, False):
+            choice = Spread(task, sharding, chain, samples, shards=shards, reshard=reshard).fastest()
+            if choice is not None:
+                choices.append(choice)
     return choices
 
 
-class Spread:
-    """FSDP2 over all devices of a task."""
+def _group_sizes(task: Task) -> list[int]:
+    """Devices among which parameters may be spread: all of them, or some of a node that divide it."""
+    # Groups that lie on several nodes send as much between them as all devices do, and hold more.
+    inside_a_node = [shards for shards in range(2, task.cluster.devices + 1) if task.cluster.devices % shards == 0]
+    return sorted({*inside_a_node, task.cluster.size})
 
-    def __init__(self, task: Task, sharding: Sharding, chain: Chain, samples: int, *, reshard: bool) -> None:
+
+class Spread:
+    """FSDP2 with parameters spread over ``shards`` devices of a task; as many others as there are hold copies."""
+
+    def __init__(
+        self,
+        task: Task,
+        sharding: Sharding,
+        chain: Chain,
+        samples: int,
+        *,
+        shards: int,
+        reshard: bool,
+    ) -> None:
         self._task = task
         self._sharding = sharding
         self._chain = chain
         self._samples = samples
         self._reshard = reshard
-        self._processes = task.cluster.size
-        self._sizes = [unit_sizes(unit, self._processes) for unit in sharding.units]
-        shard_bytes = sum(unit.shard_bytes(self._processes) for unit in sharding.units)
+        self._shards = shards
+        self._sizes = [unit_sizes(unit, shards) for unit in sharding.units]
+        shard_bytes = sum(unit.shard_bytes(shards) for unit in sharding.units)
         self.shard_gradient_bytes = sum(sizes.shard_bytes for sizes in self._sizes)
         resident = task.costs.resident_at(samples)
         # Optimizers step on shards.
@@ -98,10 +116,16 @@ class Spread:
 
     def step(self, simulation: Simulation) -> ShardedStep:
         """The step with its messages."""
+        cluster = self._task.cluster
+        copies = cluster.size // self._shards
 
-        def message_seconds(size_bytes: int) -> float:
-            # For both directions: spreading sums over processes goes around the same ring as gathering.
-            return self._task.cluster.gather_seconds(size_bytes, self._processes)
+        def gather_seconds(size_bytes: int) -> float:
+            return cluster.gather_seconds(size_bytes, self._shards)
+
+        def reduce_seconds(size_bytes: int) -> float:
+            # Spreading sums over processes goes around the same ring as gathering. Then copies of a shard are summed.
+            spread_seconds = cluster.gather_seconds(size_bytes, self._shards)
+            return spread_seconds + cluster.sum_seconds(size_bytes / self._shards, copies, apart=self._shards)
 
         *units, rest = self._sizes
         return sharded_step(
@@ -110,7 +134,8 @@ class Spread:
             units,
             rest,
             reshard=self._reshard,
-            message_seconds=message_seconds,
+            gather_seconds=gather_seconds,
+            reduce_seconds=reduce_seconds,
         )
 
     def choice(self, simulation: Simulation) -> Choice:
@@ -122,8 +147,10 @@ class Spread:
         optimizer_seconds = self._task.optimizer_seconds(self.shard_gradient_bytes)
         return Choice(
             kind="FSDP2",
-            devices=self._processes,
-            copies=self._processes,
+            devices=self._task.cluster.size,
+            # Each device has a batch of its own.
+            copies=self._task.cluster.size,
+            shards=self._shards,
             batch_per_device=self._samples,
             peak_bytes=peak_bytes,
             seconds=StepSeconds(
@@ -134,7 +161,7 @@ class Spread:
             reshard=self._reshard,
             recomputed=len(recomputed),
             chain_length=len(self._chain),
-            lines=fsdp_lines(self._task, self._sharding.containers, reshard=self._reshard),
+            lines=fsdp_lines(self._task, self._sharding.containers, shards=self._shards, reshard=self._reshard),
         )
 
 

@@ -36,10 +36,14 @@ def sharded_step(
     rest: UnitSizes,
     *,
     reshard: bool,
-    message_seconds: Callable[[int], float],
+    gather_seconds: Callable[[int], float],
+    reduce_seconds: Callable[[int], float],
 ) -> ShardedStep:
-    """Peak and seconds of a step, from its events without messages, which count whole gradients of parameters."""
-    walk = _Walk(units, rest, message_seconds)
+    """Peak and seconds of a step, from its events without messages, which count whole gradients of parameters.
+
+    ``gather_seconds`` is for a message that brings so many bytes of parameters, ``reduce_seconds`` for gradients.
+    """
+    walk = _Walk(units, rest, gather_seconds, reduce_seconds)
     last_forward = max(place for place, event in enumerate(events) if event.phase == "forward")
     for place, event in enumerate(events):
         unit = unit_of_stage[event.stage]
@@ -71,10 +75,17 @@ def _is_backward_of(events: Sequence[Event], place: int, stage: int) -> bool:
 class _Walk:
     """State of the step between events."""
 
-    def __init__(self, units: Sequence[UnitSizes], rest: UnitSizes, message_seconds: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        units: Sequence[UnitSizes],
+        rest: UnitSizes,
+        gather_seconds: Callable[[int], float],
+        reduce_seconds: Callable[[int], float],
+    ) -> None:
         self._units = units
         self._rest = rest
-        self._message_seconds = message_seconds
+        self._gather_seconds = gather_seconds
+        self._reduce_seconds = reduce_seconds
         self.peak_bytes = 0
         # The rest of the model, in one piece.
         self._base = 0
@@ -99,7 +110,7 @@ class _Walk:
         self._message = rest.gathered_bytes
         self._base = rest.gathered_bytes
         self._note()
-        self.now = self._send(rest.gathered_bytes, 0.0)
+        self.now = self._send(gather_seconds(rest.gathered_bytes), 0.0)
 
     def _note(self, more: int = 0, *, level: int | None = None) -> None:
         beside = sum(self._whole.values())
@@ -108,9 +119,9 @@ class _Walk:
             level = self._level
         self.peak_bytes = max(self.peak_bytes, level + self._base + beside + more)
 
-    def _send(self, size_bytes: int, since: float) -> float:
-        """When a message has arrived that could leave at ``since``."""
-        self.link_free = max(self.link_free, since) + self._message_seconds(size_bytes)
+    def _send(self, seconds: float, since: float) -> float:
+        """When a message of so many seconds has arrived that could leave at ``since``."""
+        self.link_free = max(self.link_free, since) + seconds
         return self.link_free
 
     def _compute(self, seconds: float) -> None:
@@ -127,7 +138,7 @@ class _Walk:
             self._whole[unit] = gathered
             self._note()
             # It was sent for when the unit before had what it needs.
-            self.now = max(self.now, self._send(gathered, self._may_gather))
+            self.now = max(self.now, self._send(self._gather_seconds(gathered), self._may_gather))
             self._may_gather = self.now
         self._note(level=event.peak_bytes)
         self._level = event.after_bytes
@@ -158,7 +169,7 @@ class _Walk:
                 self._on_its_way = 0
                 self._coming = None
             if arrival is None:
-                arrival = self._send(gathered, self.now)
+                arrival = self._send(self._gather_seconds(gathered), self.now)
             self.now = max(self.now, arrival)
             # The message with all parameters, and the parameters that are copied out of it.
             self._note(2 * gathered)
@@ -168,7 +179,7 @@ class _Walk:
         if ahead >= 0 and ahead not in self._whole and self._coming is None:
             self._coming = ahead
             self._on_its_way = self._units[ahead].gathered_bytes
-            self._arrival[ahead] = self._send(self._on_its_way, self.now)
+            self._arrival[ahead] = self._send(self._gather_seconds(self._on_its_way), self.now)
 
     def _reduce(self, sizes: UnitSizes) -> None:
         """Send gradients to the shards."""
@@ -178,7 +189,7 @@ class _Walk:
         # The simulator has counted whole gradients, of which the shard stays.
         self._gradients += sizes.shard_bytes - sizes.gradient_bytes
         self._note()
-        self._send(sizes.reduced_bytes, self.now)
+        self._send(self._reduce_seconds(sizes.reduced_bytes), self.now)
 
     def end_backward(self) -> None:
         """The rest of the model sends its gradients."""

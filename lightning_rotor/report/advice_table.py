@@ -32,6 +32,7 @@ _OF_A_WAY = (
     "batch_per_device",
     "accumulated",
     "copies",
+    "shards",
     "stages",
     "schedule",
     "micro_batches",

@@ -35,7 +35,7 @@ def test_nodes_and_accumulated_batches_are_named_where_there_are_several() -> No
 def test_blocks_are_spread_container_by_container_and_the_rest_last(
     containers: tuple[str, ...], loops: list[str | None]
 ) -> None:
-    text = fsdp_lines(task(), containers, reshard=False)
+    text = fsdp_lines(task(), containers, shards=8, reshard=False)
     compile(text, "lines", "exec")
     lines = [line.strip() for line in text.splitlines()]
     found = [line for line in lines if line.startswith("for ")]
@@ -43,6 +43,13 @@ def test_blocks_are_spread_container_by_container_and_the_rest_last(
     assert lines.count("fully_shard(block, mesh=mesh, reshard_after_forward=False)") == len(loops)
     assert lines[-3] == "fully_shard(self, mesh=mesh)"
     assert "data_parallel_size=8, tensor_parallel_size=1" in lines[-1]
+
+
+def test_groups_of_devices_have_a_mesh_of_their_own() -> None:
+    text = fsdp_lines(task(nodes=4), ("layers",), shards=8, reshard=True)
+    compile(text, "lines", "exec")
+    assert 'mesh = init_device_mesh(self.device_mesh.device_type, (4, 8), mesh_dim_names=("copies", "shards"))' in text
+    assert "data_parallel_size=32, tensor_parallel_size=1" in text
 
 
 def test_a_pipeline_plans_by_its_strategy_and_not_by_the_callback() -> None:
