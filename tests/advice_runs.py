@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
-from tests.rank_runs import STEPS, WIDTH, Batches, StepPeak, Tower, ddp, fsdp2
+from tests.rank_runs import STEPS, TIMEOUT, WIDTH, Batches, StepPeak, Tower, ddp
 
 # Samples for each process.
 ROWS = 1024
@@ -55,8 +56,12 @@ class Training(L.LightningModule):
 def peak_bytes(rank: int, reshard: bool | None, shape: tuple[int, int] | None = None) -> int:
     """Most that a late step has held, under FSDP2 or, without a choice, DDP. ``shape`` is that of copies and shards."""
     peak = StepPeak()
+    devices = 2 if shape is None else shape[0] * shape[1]
+    strategy = ddp()()
+    if reshard is not None:
+        strategy = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1, timeout=TIMEOUT)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2 if shape is None else shape[0] * shape[1], strategy=ddp()() if reshard is None else fsdp2(), max_epochs=1, callbacks=[peak],
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, callbacks=[peak],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Training(reshard, shape), DataLoader(Batches(ROWS, steps=STEPS), batch_size=None))
