@@ -80,26 +80,41 @@ class ByFunction(Language):
         return F.linear(x, self.embedding.weight)
 
 
+class Logits(nn.Module):
+    """A model of transformers that takes token ids, as it comes."""
+
+    def __init__(self, model: nn.Module, *, decodes: bool = False) -> None:
+        super().__init__()
+        self.model, self.decodes = model, decodes
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.decodes:
+            return self.model(tokens, decoder_input_ids=tokens).logits
+        return self.model(tokens).logits
+
+
 def gpt2() -> nn.Module:
-    """A small GPT-2 of transformers, as it comes: with a head tied to the embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            config = GPT2Config(
-                n_layer=3, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
-                resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-            )  # fmt: skip
-            self.model = GPT2LMHeadModel(config)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.model(tokens).logits
-
-    return Logits()
+    config = GPT2Config(
+        n_layer=3, n_embd=16, n_head=2, vocab_size=WORDS, n_positions=16, use_cache=False,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+    )  # fmt: skip
+    return Logits(GPT2LMHeadModel(config))
 
 
-MODELS = {"language": Language, "by function": ByFunction, "one block": OneBlock, "gpt2": gpt2}
+def t5() -> nn.Module:
+    """Encoder, decoder and head have one embedding, which a module holds that nobody calls."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=WORDS, use_cache=False,
+        dropout_rate=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    return Logits(T5ForConditionalGeneration(config), decodes=True)
+
+
+MODELS = {"language": Language, "by function": ByFunction, "one block": OneBlock, "gpt2": gpt2, "t5": t5}
 
 
 def tokens_of(steps: int) -> torch.Tensor:
@@ -166,6 +181,7 @@ def train(rank: int, kind: str, options: dict[str, Any], accumulated: int, clips
         (2, "one block", {"micro_batches": 4}, 2, True),
         (4, "one block", {"micro_batches": 4, "schedule": "gpipe"}, 1, True),
         (2, "gpt2", {"micro_batches": 2}, 1, True),
+        (2, "t5", {"micro_batches": 2}, 1, True),
         (2, "by function", {"micro_batches": 2}, 1, True),
         (2, "language", {"micro_batches": 1}, 2, False),
     ],

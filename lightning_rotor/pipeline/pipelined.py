@@ -85,7 +85,7 @@ def pipelined(
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
     _require_no_written_buffers(model, profile, plan)
-    placement = Placement(model, pieces, processes)
+    placement = Placement(model, module, pieces, processes)
     # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
     parts = [_training_part(number, profile, chain, plan, options) for number in own_numbers]

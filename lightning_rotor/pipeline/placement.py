@@ -51,18 +51,20 @@ class Placement:
     """Which process of a pipeline has which tensors of a model.
 
     Raises:
-        PipelineError: A module outside of the stages holds a parameter that one inside holds, too.
+        PipelineError: A module outside of the one that is cut holds a parameter that one inside holds, too.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        module: nn.Module,
         stages: Sequence[Sequence[Stage]],
         processes: PipelineProcesses,
     ) -> None:
         self._device, self._group = processes.device, processes.group
         self._rank, self._size = processes.rank, processes.size
-        self._stages_of = _stages_of_tensors(model, stages)
+        self._stages_of = _stages_of_tensors(stages)
+        _require_none_outside(model, module, self._stages_of)
         # In the modules' own tables: names, shapes and order of parameters stay those of the whole model.
         self._slots: list[_Slot] = []
         for module in model.modules():
@@ -239,36 +241,32 @@ def _stand_in(original: torch.Tensor) -> torch.Tensor:
     return stand_in
 
 
-def _stages_of_tensors(model: nn.Module, stages: Sequence[Sequence[Stage]]) -> dict[int, tuple[int, ...]]:
+def _stages_of_tensors(stages: Sequence[Sequence[Stage]]) -> dict[int, tuple[int, ...]]:
     """Pipeline stages by id of a parameter or buffer of the chain."""
     stages_of: dict[int, tuple[int, ...]] = {}
-    inside: set[int] = set()
     for number, parts in enumerate(stages):
         for stage in parts:
-            inside.update(id(module) for _, module in stage.submodules())
             for tensor in tensors_of(stage):
                 others = stages_of.get(id(tensor), ())
                 if number not in others:
                     stages_of[id(tensor)] = (*others, number)
-    _require_none_outside(model, stages_of, inside)
     return stages_of
 
 
-def _require_none_outside(
-    model: nn.Module,
-    stages_of: Mapping[int, tuple[int, ...]],
-    inside: set[int],
-) -> None:
-    """``PipelineError`` if a module outside of the stages holds a parameter that a module inside holds, too."""
-    # A traced forward may read parameters of modules that it never calls: only outside modules hold those.
+def _require_none_outside(model: nn.Module, module: nn.Module, stages_of: Mapping[int, tuple[int, ...]]) -> None:
+    """``PipelineError`` if a module outside of the one that is cut holds a parameter that one inside holds, too.
+
+    Inside, modules that no stage calls may hold it as well: T5 ties both embeddings to one that it never calls.
+    """
+    # A traced forward may read parameters of modules outside: only these hold them.
+    inside = set(map(id, module.modules()))
     held_inside: set[int] = set()
-    for module in model.modules():
-        if id(module) in inside:
-            held_inside.update(map(id, module._parameters.values()))
-    for name, module in model.named_modules():
-        if id(module) in inside:
+    for submodule in module.modules():
+        held_inside.update(map(id, submodule._parameters.values()))
+    for name, submodule in model.named_modules():
+        if id(submodule) in inside:
             continue
-        for key, parameter in module._parameters.items():
+        for key, parameter in submodule._parameters.items():
             if id(parameter) not in stages_of or id(parameter) not in held_inside:
                 continue
             path = f"{name}.{key}".lstrip(".")

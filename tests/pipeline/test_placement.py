@@ -48,7 +48,7 @@ def test_bytes_around_are_those_outside_with_their_gradients_and_the_batch() -> 
 
 def test_others_weights_take_no_memory_until_they_come_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    placement = Placement(model, stages_of(*model), Alone(torch.device("cpu")))
+    placement = Placement(model, model, stages_of(*model), Alone(torch.device("cpu")))
     own, others = model[0].weight, model[1].weight
     assert (placement.stages_of(own), placement.stages_of(others)) == ((0,), (1,))
     placement.give_up()
@@ -68,7 +68,7 @@ def tied() -> nn.Sequential:
 
 def test_a_parameter_of_two_stages_is_in_both() -> None:
     model = tied()
-    placement = Placement(model, stages_of(*model), Alone(torch.device("cpu")))
+    placement = Placement(model, model, stages_of(*model), Alone(torch.device("cpu")))
     assert placement.stages_of(model[0].weight) == (0, 1)
     assert placement.stages_of(model[1].bias) == (1,)
     placement.give_up()
@@ -91,4 +91,13 @@ def test_a_parameter_inside_and_outside_of_the_pipeline_is_refused() -> None:
     model = tied()
     first = model[0]
     with pytest.raises(PipelineError, match=r"pipeline stage 0 shares the parameter '1\.weight' with what is outside"):
-        Placement(model, stages_of(first), Alone(torch.device("cpu")))
+        Placement(model, first, stages_of(first), Alone(torch.device("cpu")))
+
+
+def test_modules_inside_that_no_stage_calls_may_hold_a_stages_parameter() -> None:
+    """As T5 has one embedding that it only ties others to."""
+    model = tied()
+    placement = Placement(model, model, stages_of(nn.Identity(), model[1]), Alone(torch.device("cpu")))
+    placement.give_up()
+    assert model[0].weight is model[1].weight
+    assert model[0].weight.is_meta
