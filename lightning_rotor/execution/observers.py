@@ -154,7 +154,7 @@ class _Watched:
         return result
 
     def _looks_of(self, arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
-        """A value that changes if one of its tensors does, or a buffer of any module: it may have its own from anywhere."""
+        """A value that changes if one of its tensors does, or a buffer of any module, which it may reach."""
         looks = _looks_of(tensors_in(tuple(arguments)))
         for table in self._tables_of_buffers:
             for buffer in table.values():
