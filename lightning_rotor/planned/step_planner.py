@@ -393,7 +393,7 @@ class StepPlanner(BudgetSource):
             self._unanswered_bytes = peak_bytes
 
     def _lacks_gradients(self, step: Step) -> bool:
-        """True if a measured step has kept the limit without gradients to which those like it add: the next one decides.
+        """True if a measured step has kept the limit without gradients to which others add: the next one decides.
 
         Such is the first step of an accumulation. A plan that uses what it leaves would exceed the limit in the second.
         """
