@@ -29,6 +29,7 @@ from lightning_rotor.private.torch_names import is_compiled
 from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
+from lightning_rotor.stages.submodules import submodule_of
 from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Attempts:
         self._paths = {submodule: path for path, submodule in module.named_modules()}
         self._opaque: dict[nn.Module, str] = {}
         for path, why in (opaque or {}).items():
-            self._opaque[module.get_submodule(path)] = why
+            self._opaque[submodule_of(module, path)] = why
         self._failures = Counter(map(type, self._opaque))
         # Looking at all functions of the process takes long, and several attempts need it.
         self._functions = cache(functions)
@@ -122,7 +123,7 @@ class Attempts:
         # One that is an operation already has failed as such, by what it returns or changes: the one around it is next.
         while culprit is not self._module and (culprit in self._opaque or culprit in leaves):
             around, _, _ = self._paths[culprit].rpartition(".")
-            culprit = self._module.get_submodule(around)
+            culprit = submodule_of(self._module, around)
         if culprit is self._module:
             return False
         self._opaque[culprit] = attempt.reason
@@ -186,7 +187,7 @@ class Attempts:
         # In the second run, for a warning comes once.
         writer = again.recorder.surroundings.written_by
         if writer is not None:
-            culprit = self._module.get_submodule(writer)
+            culprit = submodule_of(self._module, writer)
             reason = "it prints, or opens or writes a file, whenever it runs, which a recording would not"
             return _Attempt(again.recorder, None, culprit, reason)
         return first
@@ -195,7 +196,7 @@ class Attempts:
         """The module that did something else, out of those whose operations differ."""
         # Where one has an operation more, the other is at what comes after it, a layer most likely.
         innermost_first = sorted(paths, key=lambda path: -path.count("."))
-        suspects = [self._module.get_submodule(path) for path in innermost_first]
+        suspects = [submodule_of(self._module, path) for path in innermost_first]
         for suspect in suspects:
             if suspect not in recording.leaves:
                 return suspect
@@ -256,7 +257,7 @@ class Attempts:
         if outside is not None:
             path, name = outside
             reason = f"its forward changes {name!r}, which is outside of modules"
-            return _Attempt(recorder, None, module.get_submodule(path), reason, may_settle=True)
+            return _Attempt(recorder, None, submodule_of(module, path), reason, may_settle=True)
         recorder.surroundings.note_layers(recording.run_as_they_are)
         recorder.surroundings.note_cached()
         # Everything was set back above, and the next call is compared with what is there now.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -149,6 +150,10 @@ def _spelled(leaf: Any) -> Any:
     if kind is slice:
         # A slice has no hash before Python 3.12.
         return kind, repr(leaf)
+    for base in (str, int, bytes):
+        # A class of the user's may compare as it likes. Members of an enum are there once each.
+        if isinstance(leaf, base) and kind is not base and not isinstance(leaf, enum.Enum):
+            return kind, base.__repr__(leaf)
     return kind, leaf
 
 

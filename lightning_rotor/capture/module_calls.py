@@ -138,7 +138,7 @@ def hide_trainers(module: nn.Module, is_opaque: Callable[..., bool]) -> None:
     for name in TRAINERS:
         if attributes.get(name) is not None:
             attributes[name] = _Hidden()
-    for child in module.children():
+    for child in module._modules.values():
         # One that is an operation runs at every call, and may ask its Trainer then.
-        if not is_opaque(child):
+        if child is not None and not is_opaque(child):
             hide_trainers(child, is_opaque)

@@ -57,6 +57,7 @@ from lightning_rotor.private.sharding import is_dtensor, units_in
 from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
 from lightning_rotor.stages.generators import GeneratorStates
+from lightning_rotor.stages.submodules import submodule_of
 
 _CONTAINERS = (
     *(nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
@@ -252,6 +253,11 @@ class Recorder(TorchFunctionMode):
             # ``nn.CrossEntropyLoss()(logits, labels)``: it is made anew in each call
             return call(module, *args, **kwargs)
         path = self.calls.path_of(module)
+        if private.shares_weights(module):
+            # The context is no operation: each recorded call would compute a weight of its own, with other rounding.
+            raise UntraceableError(
+                "it computes parametrized weights once for several calls (torch.nn.utils.parametrize.cached())"
+            )
         self._follow_ambient()
         with self.calls.inside(module):
             if not self._is_leaf(module, args, kwargs):
@@ -464,7 +470,7 @@ class Recorder(TorchFunctionMode):
         """Context in which an operation runs; yields what torch computes in it."""
         in_unit = False
         if operation.is_module:
-            module = self._root.get_submodule(operation.target)
+            module = submodule_of(self._root, operation.target)
             in_unit = bool(units_in((module,)))
         with self.check.watching(in_module=operation.is_module, in_unit=in_unit) as seen:
             yield seen

@@ -19,6 +19,7 @@ from lightning_rotor.private.sharding import Unit, units_below
 from lightning_rotor.private.torch_names import is_compiler_wrapper, module_inside, noticed_checkpoints
 from lightning_rotor.private.values import require_tensors, tensors_in
 from lightning_rotor.stages.sequential import Stage, sequential_members, sequential_stages
+from lightning_rotor.stages.submodules import submodule_of
 
 NO_CHECKPOINTS = (
     "It calls torch.utils.checkpoint by itself: expected no other recomputation than the plan's, which is "
@@ -161,7 +162,7 @@ def check_module(module: nn.Module) -> None:
         )
     shared = []
     for unit in units_below(module):
-        if Unit(module.get_submodule(unit)).shares_hooks:
+        if Unit(submodule_of(module, unit)).shares_hooks:
             shared.append(unit)
     if shared:
         raise ModelError(

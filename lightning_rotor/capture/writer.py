@@ -25,11 +25,13 @@ from lightning_rotor.private.values import (
     attributes_of,
     flatten,
     is_plain_container,
+    is_users_named_tuple,
     tensors_in,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
 )
+from lightning_rotor.stages.submodules import submodule_of
 from lightning_rotor.stages.user_code import is_users
 
 
@@ -102,7 +104,7 @@ class GraphWriter:
         if self.region is not None:
             node.meta[REGION] = self.region
         if kind == "call_module":
-            node.meta[OF] = self._root.get_submodule(target)
+            node.meta[OF] = submodule_of(self._root, target)
         # What is computed from a value that may be another next time may be another, too.
         for used in node.all_input_nodes:
             if used in self.impure:
@@ -259,7 +261,7 @@ class GraphWriter:
         if _is_plain(value):
             return value
         # A named tuple takes its entries one by one, where other tuples take them in a row.
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if isinstance(value, tuple) and hasattr(value, "_fields") and not is_users_named_tuple(value):
             entries = tuple(self.encode(entry, exact=exact) for entry in value)
             return self.node("call_function", kind, entries, {})
         # A container that torch's pytree knows is put together again from its leaves.

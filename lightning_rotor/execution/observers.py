@@ -46,12 +46,13 @@ class Observers:
     def watch(self) -> None:
         """Begin to watch."""
         # None stands for the hooks of all modules.
+        tables_of_buffers = [module._buffers for module in self._modules if module._buffers]
         # All hooks are watched, though few only look: what a hook does can be told only from what it did.
         for module in (None, *self._modules):
             for table in private.hook_tables(module, private.HOOKS[:2]):
                 for key, hook in [*table.items()]:
                     # A watch of a surrounding pass hears of it, too.
-                    table[key] = watched = _Watched(hook, module)
+                    table[key] = watched = _Watched(hook, module, tables_of_buffers)
                     self._registered.append(_Registered(table, key, watched))
 
     def settle(self, before: Snapshot) -> None:
@@ -111,16 +112,22 @@ class _Watched:
     """A hook, and what it has done.
 
     Attributes:
-        acted: It has not only looked: it has returned or changed something.
+        acted: It has not only looked: it has returned something, or changed a tensor or a buffer.
         marked: It has set attributes of its module.
         kept: It has kept one of the tensors that it was given.
         module: The module whose hook it is; None for a hook of all modules.
     """
 
-    __slots__ = ("acted", "hook", "kept", "marked", "module")
+    __slots__ = ("_tables_of_buffers", "acted", "hook", "kept", "marked", "module")
 
-    def __init__(self, hook: Callable[..., Any], module: nn.Module | None) -> None:
+    def __init__(
+        self,
+        hook: Callable[..., Any],
+        module: nn.Module | None,
+        tables_of_buffers: Sequence[dict[str, torch.Tensor | None]],
+    ) -> None:
         self.hook, self.module = hook, module
+        self._tables_of_buffers = tables_of_buffers
         self.acted = self.marked = self.kept = False
 
     @property
@@ -133,7 +140,7 @@ class _Watched:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook."""
-        looks = _looks_of(arguments)
+        looks = self._looks_of(arguments)
         marks = _marks_on(arguments[0])
         tensors = tensors_in(arguments)
         # Whoever keeps a tensor holds a reference to it.
@@ -141,10 +148,20 @@ class _Watched:
         holders = list(map(getrefcount, tensors))
         result = self._call(*arguments)
         # Once it has done something it stays so: a module may be called several times in one pass.
-        self.acted = self.acted or result is not None or looks != _looks_of(arguments)
+        self.acted = self.acted or result is not None or looks != self._looks_of(arguments)
         self.marked = self.marked or marks != _marks_on(arguments[0])
         self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
         return result
+
+    def _looks_of(self, arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
+        """A value that changes if one of its tensors does, or a buffer of any module, which it may reach."""
+        looks = _looks_of(tensors_in(tuple(arguments)))
+        for table in self._tables_of_buffers:
+            for buffer in table.values():
+                if buffer is not None:
+                    # Another may stand in its place, or it is written to.
+                    looks.append((id(buffer), 0 if buffer.is_inference() else private.version_of(buffer), False))
+        return looks
 
     def _call(self, *arguments: Any) -> Any:
         hooks = private.hooks_for_saved_tensors()
@@ -175,10 +192,10 @@ def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:
     return marks
 
 
-def _looks_of(arguments: Iterable[Any]) -> list[tuple[int, int, bool]]:
+def _looks_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int, bool]]:
     """A value that changes if a tensor does."""
     looks = []
-    for tensor in tensors_in(tuple(arguments)):
+    for tensor in tensors:
         parts: Iterable[torch.Tensor] = (tensor,)
         if is_made_of_others(tensor):
             parts = plain_parts(tensor)

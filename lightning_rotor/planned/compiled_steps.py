@@ -21,6 +21,7 @@ from lightning_rotor.private.torch_names import (
     is_compiled,
     settings_told_by,
 )
+from lightning_rotor.stages.submodules import submodule_of
 
 PRESSED = "pressed"
 """Key of what is saved of a training that ran out of memory as it was compiled. No event of the step's state."""
@@ -41,11 +42,11 @@ def compiled_around(loop: TrainingLoop, target: Target, not_inside: Mapping[str,
     # From the inside out: what is closest to the target is what its plan takes apart.
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])
-        module = model.get_submodule(name)
+        module = submodule_of(model, name)
         if is_compiled(module) or has_compiled_method(module, "forward") or name.rpartition(".")[2] == INNER:
             # torch.compile(module) wraps it, and the settings that it was compiled with belong to the wrapper.
             outer = name.removesuffix(INNER).removesuffix(".")
-            call = compiled_call_of(model.get_submodule(outer))
+            call = compiled_call_of(submodule_of(model, outer))
             objection = "" if call is None else objection_to_planning_inside(settings_told_by(call), module)
             reasons = not_inside or {}
             reason = reasons.get(name) or reasons.get(outer) or objection
@@ -57,7 +58,7 @@ def require_several_graphs(loop: TrainingLoop, target: Target, message: str) -> 
     """Raise ``ModelError`` if what a plan for a target takes apart was compiled with ``fullgraph=True``."""
     parts = target.name.split(".") if target.name else []
     for length in range(len(parts) + 1):
-        call = compiled_call_of(loop.model.get_submodule(".".join(parts[:length])))
+        call = compiled_call_of(submodule_of(loop.model, ".".join(parts[:length])))
         settings = None if call is None else settings_told_by(call)
         if settings is not None and settings.fullgraph:
             raise ModelError(
@@ -75,7 +76,7 @@ def whole_around(loop: TrainingLoop, target: Target) -> Target | None:
     parts = target.name.split(".") if target.name else []
     for length in range(len(parts) + 1):
         name = ".".join(parts[:length])
-        module = model.get_submodule(name)
+        module = submodule_of(model, name)
         call = compiled_call_of(module)
         if call is None:
             continue

@@ -41,6 +41,7 @@ from lightning_rotor.planned.target_search import (
 from lightning_rotor.planned.unseen_forward import UnseenForward
 from lightning_rotor.planning import Plan
 from lightning_rotor.private.torch_names import compiled_call_of
+from lightning_rotor.stages.submodules import submodule_of
 
 _log = logging.getLogger(__name__)
 
@@ -228,7 +229,7 @@ class PlannedModules:
         for name, is_unseen in listed:
             target = of_this_process.get(name)
             if target is None:
-                module = self._loop.model.get_submodule(name)
+                module = submodule_of(self._loop.model, name)
                 target = Target(name, module, "as on rank 0", is_unseen)
             chosen.append(target)
         self._plan_only(chosen)
@@ -291,7 +292,7 @@ class PlannedModules:
             return
         parts: list[nn.Module] = []
         for path in cut.opaque:
-            parts += list(cut.module.get_submodule(path).modules())[1:]
+            parts += list(submodule_of(cut.module, path).modules())[1:]
         if not any(map(may_be_planned, parts)):
             return
         (path, reason), *_ = cut.opaque.items()

@@ -126,6 +126,7 @@ class Step:
         refusal: Set where no plan for a call fits.
         shares_budget: A call was planned with a part of the budget, because others were to come.
         is_over: Its optimizer has stepped, or gradients are to add up.
+        found_gradient_bytes: Gradients that its backward adds to; None before that, or in a step that is not measured.
     """
 
     def __init__(self, given: Any) -> None:
@@ -137,6 +138,7 @@ class Step:
         self.refusal: Refusal | None = None
         self.shares_budget = False
         self.is_over = False
+        self.found_gradient_bytes: int | None = None
         self._start: StepStart | None = None
         # What later steps hold besides, as the step itself has shown.
         self._more_forward_bytes = 0

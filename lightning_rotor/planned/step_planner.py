@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget
+from lightning_rotor.memory.held import existing_gradient_bytes
 from lightning_rotor.planned.agreement import Agreement, is_spread
 from lightning_rotor.planned.budget_source import (
     BudgetSource,
@@ -115,6 +116,9 @@ class StepPlanner(BudgetSource):
         # Peak of the step before, if that has taken more than the limit and was not the first: a smaller plan, or an
         # error, comes with the next one.
         self._unanswered_bytes = 0
+        # Gradients that the measured step before has found, and whether one has found less since.
+        self._most_gradient_bytes = 0
+        self._lacked_gradients = False
         # Hooks of optimizers in a measured step, by the optimizers' identity.
         self._step_hooks: dict[int, RemovableHandle] = {}
         self._compiled_steps = CompiledSteps()
@@ -276,6 +280,11 @@ class StepPlanner(BudgetSource):
 
     def begin_backward(self) -> None:
         """The loss is known."""
+        step = self._step
+        if step is not None and step.found_gradient_bytes is None and self.watch.running:
+            # Gradients that linger are gone now, and those of an accumulation are there but for its first step.
+            found_bytes = 0 if self.loop.gradients_linger() else existing_gradient_bytes(self.loop.model)
+            step.found_gradient_bytes = found_bytes
         self.watch.mark(PhaseKind.LOSS)
 
     def end_backward(self) -> None:
@@ -373,7 +382,7 @@ class StepPlanner(BudgetSource):
                     topic="offload",
                 )
             self._follow(step, phases if sees_all else [])
-        elif sees_all and not shows_modules:
+        elif sees_all and not shows_modules and not self._lacks_gradients(step):
             self._correct_by_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
@@ -382,6 +391,23 @@ class StepPlanner(BudgetSource):
         peak_bytes = self.watch.peak_bytes
         if is_measured and self._steps_begun > 1 and peak_bytes is not None and peak_bytes > self.limit.size_bytes:
             self._unanswered_bytes = peak_bytes
+
+    def _lacks_gradients(self, step: Step) -> bool:
+        """True if a measured step has kept the limit without gradients to which others add: the next one decides.
+
+        Such is the first step of an accumulation. A plan that uses what it leaves would exceed the limit in the second.
+        """
+        found_bytes = step.found_gradient_bytes or 0
+        peak_bytes = self.watch.peak_bytes or 0
+        lacks = found_bytes < self._most_gradient_bytes and peak_bytes <= self.limit.size_bytes
+        if lacks and not self._lacked_gradients:
+            self._lacked_gradients = True
+            self.watch.repeat()
+            return True
+        # Twice in a row: gradients add up no longer.
+        self._lacked_gradients = False
+        self._most_gradient_bytes = found_bytes
+        return False
 
     def _may_be_a_message(self) -> bool:
         """True if the measured step is above the limit, and the one behind it may not be, under the same plans."""

@@ -17,6 +17,7 @@ from lightning_rotor.capture.sequentialize import check_module
 from lightning_rotor.errors import ModelError, ProfilingError
 from lightning_rotor.private.torch_names import INNER, is_compiler_wrapper, module_inside
 from lightning_rotor.profiling.step_compute import StepCompute
+from lightning_rotor.stages.submodules import submodule_of
 
 # A share of the compute that is worth a word to the user, or another choice.
 _NOTABLE = 0.2
@@ -74,7 +75,7 @@ def check_names(names: object, *, several: bool = True) -> str | list[str] | Non
 def named_target(model: nn.Module, name: str) -> Target:
     """The submodule that the user named; ``ModelError`` if it does not exist, or can be no chain."""
     try:
-        module = model.get_submodule(name)
+        module = submodule_of(model, name)
     except AttributeError:
         raise _no_submodule(model, name) from None
     if is_compiler_wrapper(module):
@@ -274,7 +275,7 @@ class TargetSearch:
     def _group_of(self, name: str) -> tuple[str, type]:
         """Name of a module's parent, and its class: equal for equal blocks."""
         parent = name.rpartition(".")[0]
-        return parent, type(self._model.get_submodule(name))
+        return parent, type(submodule_of(self._model, name))
 
     def _skipped(self, names: Sequence[str]) -> list[str]:
         """Equals of met modules that the dry run has not called. Which layers are skipped may be a draw."""
@@ -282,7 +283,7 @@ class TargetSearch:
         parents = dict.fromkeys(parent for parent, _ in map(self._group_of, names))
         skipped = []
         for parent in parents:
-            children = self._model.get_submodule(parent).named_children()
+            children = submodule_of(self._model, parent).named_children()
             for key, child in children:
                 name = f"{parent}.{key}".lstrip(".")
                 is_equal = (parent, type(child)) in groups
@@ -296,7 +297,7 @@ class TargetSearch:
 
     def _apart(self, names: Sequence[str]) -> list[str]:
         """Of modules that hold each other under several names, the one with most compute; the outer one of equals."""
-        modules = {name: self._model.get_submodule(name) for name in names}
+        modules = {name: submodule_of(self._model, name) for name in names}
         inside = {name: set(module.modules()) for name, module in modules.items()}
 
         def rank(name: str) -> tuple[int, int]:
@@ -320,7 +321,7 @@ class TargetSearch:
         # Shares of a step that was followed to a part only would be shares of that part.
         if self._compute is None or "" in planned or self._compute.stopped_at:
             return []
-        modules = [self._model.get_submodule(name) for name in planned]
+        modules = [submodule_of(self._model, name) for name in planned]
         shares = []
         for name, _ in _outermost(self._model, modules):
             share = self._share(name)
@@ -351,7 +352,7 @@ class TargetSearch:
         """FLOPs that a plan could cover; trainable parameters where those are not known."""
         if self._compute is not None:
             return self._compute.plannable[name]
-        parameters = self._model.get_submodule(name).parameters()
+        parameters = submodule_of(self._model, name).parameters()
         return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
     def _share(self, name: str) -> float:
@@ -370,12 +371,12 @@ class TargetSearch:
             values = "values" if assumed > 1 else "value"
             reason += f" ({assumed} {values} that the step asks for taken as 1)"
         unused = self._compute.returned.unused(name)
-        return Target(name, self._model.get_submodule(name), reason, unused_outputs=unused)
+        return Target(name, submodule_of(self._model, name), reason, unused_outputs=unused)
 
     def _unseen_target(self, name: str) -> Target:
         """A target that nobody has seen run."""
         # Nothing is known of its outputs, so all of them are taken for used.
-        module = self._model.get_submodule(name)
+        module = submodule_of(self._model, name)
         return Target(name, module, self._unseen_because, is_unseen=True)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils import _pytree
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     GetAttrKey,
@@ -21,12 +22,7 @@ from torch.utils._pytree import (
     TreeSpec,
     keystr,
     register_pytree_node,
-    tree_flatten,
     tree_flatten_with_path,
-    tree_leaves,
-    tree_map,
-    tree_map_only,
-    tree_structure,
     tree_unflatten,
 )
 
@@ -35,6 +31,7 @@ __all__ = [
     "attribute_of",
     "flatten",
     "is_plain_container",
+    "is_users_named_tuple",
     "keystr",
     "leaves_by_path",
     "tree_flatten",
@@ -54,6 +51,79 @@ def attribute_of(owner: Any, name: str, default: Any = None) -> Any:
     # A property of the user's may raise anything, too.
     except Exception:
         return default
+
+
+@lru_cache(maxsize=1024)
+def _is_users_named_tuple(kind: Any) -> bool:
+    """True for a class of named tuples that does more than the generated one: torch calls it, and loses attributes."""
+    if not _pytree.is_namedtuple_class(kind):
+        return False
+    # Its own methods may change what it is made of, and an instance with a namespace holds more than entries.
+    generated = next(base for base in kind.__mro__ if "_fields" in vars(base))
+    is_generated = kind.__new__ is generated.__dict__.get("__new__") and kind.__iter__ is tuple.__iter__
+    return not is_generated or bool(kind.__dictoffset__)
+
+
+def is_users_named_tuple(value: Any) -> bool:
+    """True for a named tuple that does more than the generated ones."""
+    kind: Any = type(value)
+    return kind is not tuple and issubclass(kind, tuple) and _is_users_named_tuple(kind)
+
+
+class _NamedTuple:
+    """Stands in a nesting for such a tuple, as torch takes each named tuple for a generated one."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Any) -> None:
+        self.record = record
+
+    def parts(self) -> tuple[list[Any], Any]:
+        values, context = _taken_apart(self.record)
+        return [*map(_shown, values)], context
+
+    def named_parts(self) -> tuple[list[tuple[Any, Any]], Any]:
+        named, context = _named(self.record)
+        return [(way, _shown(value)) for way, value in named], context
+
+
+def _shown(value: Any) -> Any:
+    """A nesting with stand-ins for users' named tuples; the very one if it holds none."""
+    leaves, spec = _pytree.tree_flatten(value, is_leaf=is_users_named_tuple)
+    if not any(map(is_users_named_tuple, leaves)):
+        return value
+    return tree_unflatten([_NamedTuple(leaf) if is_users_named_tuple(leaf) else leaf for leaf in leaves], spec)
+
+
+def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a nesting, and its structure. With ``is_leaf`` it goes no deeper than that says."""
+    if is_leaf is not None:
+        return _pytree.tree_flatten(value, is_leaf=is_leaf)
+    leaves, spec = _pytree.tree_flatten(value, is_leaf=is_users_named_tuple)
+    if any(map(is_users_named_tuple, leaves)):
+        return _pytree.tree_flatten(_shown(value))
+    return leaves, spec
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """The leaves of a nesting."""
+    return tree_flatten(value)[0]
+
+
+def tree_structure(value: Any) -> TreeSpec:
+    """The structure of a nesting."""
+    return tree_flatten(value)[1]
+
+
+def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
+    """A nesting with the results of a function in the place of the leaves."""
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([*map(function, leaves)], spec)
+
+
+def tree_map_only(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """``tree_map`` of the leaves of one class."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, value)
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
@@ -168,15 +238,17 @@ def _taken_apart(record: Any) -> tuple[list[Any], Any]:
 
 def _entries_of(record: Any) -> tuple[tuple[Any, ...], list[Any]]:
     """Keys and values of a container of a class of the user's, whose own methods are not asked; of others, none."""
-    if isinstance(record, dict):
+    # By type(): isinstance asks an object for its class, which may raise.
+    kind = type(record)
+    if issubclass(kind, dict):
         # dict.items does not see the order of an OrderedDict.
-        base = OrderedDict if isinstance(record, OrderedDict) else dict
+        base = OrderedDict if issubclass(kind, OrderedDict) else dict
         items = [*base.items(record)]
         return tuple(key for key, _ in items), [value for _, value in items]
     entries: list[Any] = []
-    if isinstance(record, tuple):
+    if issubclass(kind, tuple):
         entries += tuple.__iter__(record)
-    elif isinstance(record, list):
+    elif issubclass(kind, list):
         entries += list.__iter__(record)
     return tuple(range(len(entries))), entries
 
@@ -184,7 +256,7 @@ def _entries_of(record: Any) -> tuple[tuple[Any, ...], list[Any]]:
 def _named(record: Any) -> tuple[list[tuple[Any, Any]], Any]:
     values, context = _taken_apart(record)
     _, keys, names, _ = context
-    of_entries: type = MappingKey if isinstance(record, dict) else SequenceKey
+    of_entries: type = MappingKey if issubclass(type(record), dict) else SequenceKey
     ways = [*map(of_entries, keys), *map(GetAttrKey, names)]
     return list(zip(ways, values, strict=True)), context
 
@@ -213,15 +285,20 @@ def _put_together(values: Iterable[Any], context: Any) -> Any:
     return record
 
 
+register_pytree_node(_NamedTuple, _NamedTuple.parts, _put_together, flatten_with_keys_fn=_NamedTuple.named_parts)
+
+
 def is_plain_container(value: Any) -> bool:
     """True for a tuple or list whose parts are its entries alone."""
     kind: Any = type(value)
-    return kind in (tuple, list) or (isinstance(value, (tuple, list)) and _base_of(kind) is None)
+    if kind in (tuple, list):
+        return True
+    return issubclass(kind, (tuple, list)) and _base_of(kind) is None and not is_users_named_tuple(value)
 
 
 def leaves_by_path(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Each leaf and the way to it. Parts of containers that were registered without names for them are numbered."""
-    entries, _ = tree_flatten_with_path(value, is_leaf=_is_nameless)
+    entries, _ = tree_flatten_with_path(_shown(value), is_leaf=_is_nameless)
     for way, leaf in entries:
         if not _is_nameless(leaf):
             yield (*path, *way), leaf

@@ -18,6 +18,7 @@ from lightning_rotor.private.nestings import (
     attribute_of,
     flatten,
     is_plain_container,
+    is_users_named_tuple,
     keystr,
     leaves_by_path,
     tree_flatten,
@@ -37,6 +38,7 @@ __all__ = [
     "attribute_of",
     "flatten",
     "is_plain_container",
+    "is_users_named_tuple",
     "keystr",
     "leaves_by_path",
     "tree_flatten",
@@ -147,7 +149,14 @@ def address_of(tensor: torch.Tensor) -> int:
     # All fake tensors have the address 0. Empty ones keep it, as real ones without memory do.
     if is_fake(tensor):
         return identity_of(storage) if storage.nbytes() else 0
-    return storage.data_ptr()
+    try:
+        return storage.data_ptr()
+    except RuntimeError as error:
+        # It has no memory of its own. What is inside might be read as an attribute, which no recording would see.
+        raise SampleError(
+            f"a {type(tensor).__name__} has no memory of its own and does not say which tensors it is made of: "
+            "expected plain tensors, or a class with __tensor_flatten__ (torch's guide to tensor subclasses)"
+        ) from error
 
 
 def bytes_in_blocks(tensors: Iterable[torch.Tensor], block_bytes: int) -> int:
@@ -173,7 +182,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device):
         return False
     # Without values, nothing but the shape could differ.
-    if is_fake(left) or is_fake(right):
+    if is_fake(left) or is_fake(right) or left.is_meta:
         return True
     if is_made_of_others(left) or is_made_of_others(right):
         left_parts = plain_parts(left)
