@@ -113,7 +113,7 @@ def train(
 
 @pytest.mark.parametrize(
     ("net", "shape", "shares"),
-    [(transformer(), TOKENS, (0.85, 0.6)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.9,))],
+    [(transformer(), TOKENS, (0.85,)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.9,))],
     ids=["transformer", "dropout", "batch norm"],
 )
 def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
