@@ -342,9 +342,17 @@ ON_ALL: list[Any] = []
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize(
-    "registers", [(on_its_module, for_a_while, always, normalizing), (on_all,)], ids=["own", "all"]
+    ("way", "registers"),
+    [
+        pytest.param("sequential", (on_its_module, for_a_while, always, normalizing), id="sequential-own"),
+        pytest.param("graph", (on_all,), id="graph-all"),
+        # Without Lightning these run under both ways.
+        pytest.param(
+            "graph", (on_its_module, for_a_while, always, normalizing), id="graph-own", marks=pytest.mark.wide
+        ),
+        pytest.param("sequential", (on_all,), id="sequential-all", marks=pytest.mark.wide),
+    ],
 )
-@WAYS
 def test_hooks_of_every_kind(way: str, registers: Sequence[Callable[[nn.Module], Any]], tmp_path: Path) -> None:
     def make() -> Task:
         forget_on_all()

@@ -99,7 +99,12 @@ def whole_checkpoints(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("rank", "place", "how"),
-    [(0, 1, "killed in forward"), (2, 7, "killed in backward"), (1, 3, "error"), (0, 1, "error")],
+    [
+        (0, 1, "killed in forward"),
+        (2, 7, "killed in backward"),
+        (1, 3, "error"),
+        pytest.param(0, 1, "error", marks=pytest.mark.wide),
+    ],
 )
 def test_every_process_ends_soon(group: Processes, tmp_path: Path, rank: int, place: int, how: str) -> None:
     killed = how != "error"

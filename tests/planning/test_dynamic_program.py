@@ -96,7 +96,7 @@ def test_short_chains_do_not_wait_for_compiled_code() -> None:
         assert Table(requirements, slots=500).is_compiled is is_compiled
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10, 20), deadline=None)
 @given(any_chains(), st.integers(0, 200), st.integers(0, 200))
 def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain, floor: int, before: int) -> None:
     table, free = solved(chain, 150), solved(chain, 150)
