@@ -28,7 +28,7 @@ class SmallSimClr(SimClr):
     batch = SmallVae.batch
 
 
-@pytest.mark.parametrize("model", [SmallVae, SmallSimClr])
+@pytest.mark.parametrize("model", few([SmallVae, SmallSimClr], SmallVae))
 def test_the_minimum_that_an_error_names_trains(model: Any) -> None:
     workload, peaks = Workload(model), Peaks()
     plain = train(workload, [peaks])

@@ -428,7 +428,7 @@ def test_several_towers_in_one_forward_are_one_chain(tmp_path: Path, kind: type[
     ("named", "share"),
     [
         (None, 0.0),
-        (["left", "right"], 0.5),
+        pytest.param(["left", "right"], 0.5, marks=pytest.mark.wide),
         pytest.param(None, 0.5, marks=pytest.mark.wide),
         pytest.param(["left", "right"], 0.0, marks=pytest.mark.wide),
     ],
