@@ -397,7 +397,7 @@ class RaggedTraining(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("longest_of", [longest_as_an_item, longest_of_a_list])
+@pytest.mark.parametrize("longest_of", few([longest_as_an_item, longest_of_a_list], longest_as_an_item))
 def test_what_was_measured_for_a_shorter_length_that_values_tell_is_no_bound(
     longest_of: Callable[[torch.Tensor], int], tmp_path: Path
 ) -> None:
