@@ -226,8 +226,8 @@ def test_a_wrapped_module_draws_itself() -> None:
     assert boxes(net.draw(backward=True)) == ["2", "1", "0"]
 
 
-def test_of_resnet50_a_page_is_enough() -> None:
-    net = torchvision.models.resnet50(num_classes=10).train()
+def test_of_resnet101_a_page_is_enough() -> None:
+    net = torchvision.models.resnet101(num_classes=10).train()
     images = torch.randn(2, 3, 32, 32)
     cut = sequentialize(net, (images,))
     profile = profile_chain(cut.stages, cut.bind((images,), {}), repeats=1)
