@@ -26,6 +26,7 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
+from lightning_rotor.memory import optimizer_prediction
 from lightning_rotor.planned import module_plans
 from lightning_rotor.planning import compilation, dynamic_program
 from lightning_rotor.private.running_threads import threads
@@ -39,7 +40,14 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
-    *("test_ranks", "test_cuda_memory", "test_messages", "test_pipeline_runner", "test_tensor_parallel"),
+    *(
+        "test_ranks",
+        "test_cuda_memory",
+        "test_rank_faults",
+        "test_messages",
+        "test_pipeline_runner",
+        "test_tensor_parallel",
+    ),
     *("test_pipeline_failures", "test_pipeline_strategy", "test_compiled", "test_target", "test_lightning_tools"),
     *("test_fuzz", "test_partitioner", "test_compiled_steps", "test_graph_cuts", "test_invertible_example"),
     *("test_vision_language", "test_packaging", "test_no_trace", "test_callback", "test_holders", "test_recording"),
@@ -47,9 +55,10 @@ LONGEST = (
     *("test_late_copies", "test_solver", "test_docs", "test_estimates", "test_gpu_benchmark", "test_skips"),
     *("test_frontier", "test_compilation", "test_families", "test_ways"),
 )
-# What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, and
-# the server that processes of pipelines are forked from. One of the test processes starts it, and has all these files.
-SHARED = ("mark.gpu", "from pipelines import")
+# What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, the
+# server that processes of pipelines are forked from, and that for code in a process of its own. One of the test processes
+# starts it, and has all these files.
+SHARED = ("mark.gpu", "from pipelines import", "imported_python")
 
 # Where it matters how good plans are: tables are as fine as a user's.
 FINE_FOLDERS = ("planning", "report", "advising", "pipeline")
@@ -62,7 +71,10 @@ TIMED = (
 )
 
 # Profiling takes as long as it takes, so no deadline. Continuous integration must not fail by chance; developers search anew each time.
-hypothesis.settings.register_profile("rotor", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+for _name, _examples in (("rotor", 30), ("whole", 100)):
+    hypothesis.settings.register_profile(
+        _name, max_examples=_examples, deadline=None, print_blob=True, derandomize="CI" in os.environ
+    )
 hypothesis.settings.load_profile("rotor")
 
 
@@ -75,6 +87,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     grids.is_whole = config.getoption("--all")
+    if grids.is_whole:
+        hypothesis.settings.load_profile("whole")
     path = config.getoption("--features")
     if path is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FeatureResults(path.absolute()))
@@ -171,16 +185,62 @@ def _coarse_tables(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_timed_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As many of a short stage as of a long one, and none again because other work has interrupted it.
+    """One of each stage, and none again because other work has interrupted it.
 
     Costs decide which plan of those that fit a test gets, and it compares bits and bytes. So what else the machine does
     must not decide how long the test takes.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name not in TIMED_FOLDERS and request.path.stem not in TIMED:
-            patch.setattr(stage_seconds, "_MORE_OF_SHORT", 1)
+            patch.setattr(stage_seconds, "_ENOUGH_SECONDS", 0.0)
             patch.setattr(stage_seconds, "_MOST_INTERRUPTED", 0)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dry_steps_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of torch's optimizers that are alike, since each test makes several: these steps take a sixth of a short training."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.parent.name != "memory":
+            patch.setattr(optimizer_prediction, "_take_dry_steps", _taken_once)
+        yield
+
+
+_take_dry_steps = optimizer_prediction._take_dry_steps
+_taken: dict[Any, Any] = {}
+
+
+def _taken_once(optimizer: torch.optim.Optimizer, device: Any, *, foreach: bool | None = None) -> Any:
+    """What dry steps of the first such optimizer have shown."""
+    facts = _all_that_matters(optimizer)
+    if facts is None:
+        return _take_dry_steps(optimizer, device, foreach=foreach)
+    facts = facts, str(device), foreach, torch.get_default_dtype()
+    if facts not in _taken:
+        _taken[facts] = _take_dry_steps(optimizer, device, foreach=foreach)
+    return _taken[facts]
+
+
+def _all_that_matters(optimizer: torch.optim.Optimizer) -> Any:
+    """All that its dry steps depend on; None of one that is not torch's alone, or has made steps."""
+    own_step = vars(optimizer).get("step")  # schedulers put one around it, which says so
+    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
+        return None
+    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
+        return None
+    facts: list[Any] = [type(optimizer)]
+    for group in optimizer.param_groups:
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if any(isinstance(value, torch.Tensor) for value in settings.values()):
+            return None
+        facts.append(repr(sorted(settings.items())))
+        for parameter in group["params"]:
+            if type(parameter) is not torch.nn.Parameter or vars(parameter):
+                return None
+            told = parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout, parameter.grad is None
+            facts.append((*parameter.shape, *parameter.stride(), *told))
+    hooks = [vars(optimizer)[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+    return None if any(hooks) else tuple(facts)
 
 
 @pytest.fixture(autouse=True)
@@ -229,4 +289,7 @@ def hugging() -> Iterator[Any]:
 def _same_seed_for_every_test() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  (users and Lightning's seed_everything still use the global generator)
-    torch.manual_seed(0)
+    # ``torch.manual_seed`` notes the whole stack for devices that do not exist, a third of what a short test takes.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)

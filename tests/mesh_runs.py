@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_rotor import BudgetError, RotorCallback
 from tests import grids
 
-WIDTH, WORDS, STEPS = 32, 32, 9
+WIDTH, WORDS, STEPS = 32, 32, 5
 
 
 class Feed(nn.Module):

@@ -35,7 +35,7 @@ from lightning_rotor.private import process_groups
 from lightning_rotor.profiling.step_compute import measure_compute
 from tests import grids
 
-WIDTH, BATCH, STEPS = 16, 48, 4
+WIDTH, BATCH, STEPS = 16, 48, 3
 TIMEOUT = timedelta(seconds=60)
 GROUPS: dict[str, Any] = {}
 
@@ -432,7 +432,7 @@ class Batches(IterableDataset[torch.Tensor]):
 
 def body(kind: Kind) -> nn.Sequential:
     torch.manual_seed(3)
-    layers = [layer for _ in range(3) for layer in (kind.layer() if kind.layer is Row else [kind.layer()])]
+    layers = [layer for _ in range(2) for layer in (kind.layer() if kind.layer is Row else [kind.layer()])]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 

@@ -95,7 +95,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return samples
 
 
-@pytest.mark.parametrize(("kind", "number"), [(nn.Sequential, 30), (Recorded, 30)], ids=["plain", "looking"])
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [pytest.param(nn.Sequential, 30, marks=pytest.mark.wide), (Recorded, 30)],
+    ids=["plain", "looking"],
+)
 @pytest.mark.feature(
     "Shapes", "sequences of many lengths: inside the limit at every step, with a handful of measurements"
 )

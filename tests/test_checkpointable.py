@@ -244,8 +244,15 @@ def plain_and_planned(module: nn.Module, net: Checkpointable, x: torch.Tensor) -
         yield gradients | {"output": output.detach(), "generator": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("change", ["mode", "learning", "attribute", "autocast", "shape", "global"])
-@pytest.mark.parametrize("ratio", [0.4, 2.0])  # with and without recomputation
+@pytest.mark.parametrize(
+    ("ratio", "change"),  # with and without recomputation
+    [
+        *((0.4, change) for change in ("mode", "attribute", "shape")),
+        *((2.0, change) for change in ("learning", "autocast", "global")),
+        *(pytest.param(2.0, change, marks=pytest.mark.wide) for change in ("mode", "attribute", "shape")),
+        *(pytest.param(0.4, change, marks=pytest.mark.wide) for change in ("learning", "autocast", "global")),
+    ],
+)
 def test_a_settled_call_is_left_when_something_changes(
     change: str, ratio: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

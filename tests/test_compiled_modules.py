@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_rotor import Checkpointable
+from tests.grids import few
 from tests.training import assert_same_bits
 
 WIDTH, STEPS = 32, 3
@@ -123,7 +124,7 @@ def test_hooks_of_a_compiled_module_run() -> None:
     assert_same_bits(plain.seen, Training(with_hook, "1GiB").seen)
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False])
+@pytest.mark.parametrize("dynamic", few([None, True, False], None, True))
 def test_lengths_are_compiled_as_often_as_without_a_limit(dynamic: bool | None) -> None:
     sizes = (8, 6, 4, 8)
     plain = Training(layers, None, sizes=sizes, dynamic=dynamic)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWarning
 from lightning_rotor.planned.compiled_steps import CompiledSteps
 from lightning_rotor.schedule import Schedule
+from tests.grids import few
 from tests.training import assert_same_bits
 
 WIDTH, BATCH, STEPS = 32, 64, 6
@@ -111,7 +112,10 @@ def test_with_room_the_same_graphs_run_to_the_same_bits(tmp_path: Path, way: str
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "submodule"])
+# That each way is seen is shown above; here, of the body compiled in five ways a module and a function.
+@pytest.mark.parametrize(
+    "way", few([way for way in WAYS if way != "submodule"], "training_step", "whole", "wrapped", "decorated")
+)
 def test_under_pressure_a_plan_follows_on_the_first_step(tmp_path: Path, way: str) -> None:
     rotor = RotorCallback(PRESSURE, show_table=False)
     plain, _ = fit(tmp_path, way, [])
@@ -124,7 +128,8 @@ def test_under_pressure_a_plan_follows_on_the_first_step(tmp_path: Path, way: st
     assert rotor.measured_peak_bytes <= rotor.budget_bytes == 620 * 1024
 
 
-@pytest.mark.parametrize("way", ["forward", "wrapped", "in place", "decorated"])
+# Of a module that is compiled in place, the test of a Checkpointable below shows it, too.
+@pytest.mark.parametrize("way", few(["forward", "wrapped", "in place", "decorated"], "decorated"))
 def test_under_pressure_one_graph_stays_one_graph_and_is_planned_inside(tmp_path: Path, way: str) -> None:
     rotor = RotorCallback(INSIDE, show_table=False)
     plain, _ = fit(tmp_path, way, [], backend="aot_eager")

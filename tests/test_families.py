@@ -76,7 +76,8 @@ COMMON = {
 @pytest.mark.parametrize(
     ("name", "config", "settings", "options"),
     [
-        ("BertForMaskedLM", "BertConfig", COMMON, {}),
+        # One of the hub trains in test_steps, too.
+        pytest.param("BertForMaskedLM", "BertConfig", COMMON, {}, marks=pytest.mark.wide),
         pytest.param(
             "GPT2LMHeadModel", "GPT2Config",
             {"vocab_size": 40, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}, {"use_cache": False},

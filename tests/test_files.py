@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,8 @@ from torch import nn
 from lightning_rotor import Checkpointable, Plan, PlanError, profile_chain, sequential_stages
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import minimum_budget
+from tests.grids import examples
+from tests.imported_python import ImportedPython
 from tests.strategies import chains, with_skips
 
 
@@ -33,7 +33,7 @@ def chain_for(module: nn.Sequential, sample: torch.Tensor) -> Chain:
 SAMPLE = torch.zeros(6, 4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(16, 40), deadline=None)
 @given(chains(), st.randoms(use_true_random=False), st.booleans())
 def test_a_loaded_plan_is_the_saved_one(
     tmp_path_factory: pytest.TempPathFactory, chain: Chain, rng: object, skips: bool
@@ -47,7 +47,9 @@ def test_a_loaded_plan_is_the_saved_one(
     assert pickle.loads(pickle.dumps(plan)) == plan
 
 
-def test_a_plan_fits_the_same_model_measured_again_in_another_process(tmp_path: Path) -> None:
+def test_a_plan_fits_the_same_model_measured_again_in_another_process(
+    tmp_path: Path, imported_python: ImportedPython
+) -> None:
     plan = minimum_budget(chain_for(net(), SAMPLE))
     plan.save(tmp_path / "plan.json")
     script = (
@@ -55,9 +57,7 @@ def test_a_plan_fits_the_same_model_measured_again_in_another_process(tmp_path: 
         "from test_files import SAMPLE, Plan, chain_for, net\n"
         f"print(Plan.load({str(tmp_path / 'plan.json')!r}, chain_for(net(), SAMPLE)).schedule)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    assert done.stdout.strip() == str(plan.schedule)
+    assert imported_python.run(script).strip() == str(plan.schedule)
 
 
 @pytest.mark.parametrize(

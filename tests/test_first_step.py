@@ -145,16 +145,25 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Steps]], t
 
 
 @pytest.mark.parametrize(
-    ("kind", "planned"),
+    ("kind", "planned", "share"),
     [
-        (Steps, ["encoder", "decoder"]),
-        (FirstLine, ["encoder", "decoder"]),
-        (InsideOfAModule, [f"net.blocks.{number}" for number in range(8)]),
-        (PartsCalledDirectly, ["pair.first", "pair.second"]),
-        (OneCall, ["encoder"]),
+        (Steps, ["encoder", "decoder"], 0.0),
+        (FirstLine, ["encoder", "decoder"], 0.5),
+        (InsideOfAModule, [f"net.blocks.{number}" for number in range(8)], 4.0),
+        (PartsCalledDirectly, ["pair.first", "pair.second"], 0.0),
+        (OneCall, ["encoder"], 0.5),
+        *(
+            pytest.param(*case, marks=pytest.mark.wide)
+            for case in (
+                *((Steps, ["encoder", "decoder"], share) for share in (0.5, 4.0)),
+                *((FirstLine, ["encoder", "decoder"], share) for share in (0.0, 4.0)),
+                *((InsideOfAModule, [f"net.blocks.{number}" for number in range(8)], share) for share in (0.0, 0.5)),
+                *((PartsCalledDirectly, ["pair.first", "pair.second"], share) for share in (0.5, 4.0)),
+                *((OneCall, ["encoder"], share) for share in (0.0, 4.0)),
+            )
+        ),
     ],
 )
-@pytest.mark.parametrize("share", [0.0, 0.5, 4.0])
 def test_what_the_dry_run_does_not_reach_is_planned_from_the_first_step_on(
     kind: type[Steps], planned: list[str], share: float, tmp_path: Path, known: Callable[[type[Steps]], Any]
 ) -> None:

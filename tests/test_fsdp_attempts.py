@@ -86,7 +86,12 @@ def training(rank: int, options: dict[str, bool]) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize(
     ("refuses", "reshard", "whole"),
-    [(False, False, False), (True, False, False), (True, False, True), (True, True, True)],
+    [
+        (False, False, False),
+        pytest.param(True, False, False, marks=pytest.mark.wide),
+        (True, False, True),
+        (True, True, True),
+    ],
 )
 def test_training_is_what_it_was_without_the_attempt(
     group: Processes, refuses: bool, reshard: bool, whole: bool

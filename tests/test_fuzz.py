@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ SEED, PROGRAMS, CHUNK = 1, 200, 10
 NUMBERS = [number for number in range(300) if draw(SEED, number).way in ("callback", "checkpointable")][:PROGRAMS]
 
 
-@pytest.mark.parametrize("first", few(range(0, PROGRAMS, CHUNK), *range(0, PROGRAMS // 4, CHUNK)))
+@pytest.mark.parametrize("first", few(range(0, PROGRAMS, CHUNK), *range(0, PROGRAMS // 8, CHUNK)))
 def test_programs_train_to_the_same_bits_or_are_refused(first: int) -> None:
     for number in NUMBERS[first : first + CHUNK]:
         program = draw(SEED, number)
@@ -115,8 +117,18 @@ def test_layers_skipped_by_chance_beside_a_thread_that_waits(seed: int) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("content", [content for content in CONTENTS if content != "written"])  # plain autograd minds
-@pytest.mark.parametrize("holder", HOLDERS)
+def _cells() -> list[Any]:
+    """All cells of the table; ``make test`` runs a third of each row and of each column."""
+    cells = product(
+        enumerate(HOLDERS), enumerate(each for each in CONTENTS if each != "written")
+    )  # plain autograd minds
+    return [
+        pytest.param(holder, content, marks=[] if (row + column) % 3 == 0 else pytest.mark.wide)
+        for (row, holder), (column, content) in cells
+    ]
+
+
+@pytest.mark.parametrize(("holder", "content"), _cells())
 def test_what_layers_read_may_change_before_the_backward(holder: str, content: str) -> None:
     """As behind a ``with`` around the forward: a recomputation of layers that are not recorded reads what their forward read."""
     verdict = judge(

@@ -37,6 +37,7 @@ NEEDED = pytest.mark.skipif(
 )
 
 
+@pytest.mark.wide
 @NEEDED
 def test_the_command_for_a_gpu_writes_a_part_of_its_table(tmp_path: Path) -> None:
     _, peaks = written(tmp_path, "--parts", "peaks").split("\n## ")

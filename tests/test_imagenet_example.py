@@ -251,6 +251,8 @@ def test_two_classes_and_a_checkpoint_that_validates_again(example, in_folder, c
         "--trainer.accelerator=cpu",
         "--trainer.precision=32-true",
         "--trainer.max_epochs=1",
+        "--trainer.limit_train_batches=2",
+        "--trainer.limit_val_batches=2",
         "--trainer.enable_progress_bar=false",
         "--trainer.callbacks.mem_limit=1GiB",
     ]

@@ -347,7 +347,13 @@ class Flow(nn.Module):
         return self.last(self.blocks(torch.tanh(self.first(x))).flatten(1))
 
 
-@pytest.mark.parametrize("make", [Flow, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Flow().blocks, nn.Tanh())])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Flow, marks=pytest.mark.wide),
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Flow().blocks, nn.Tanh()),
+    ],
+)
 def test_invertible_modules_stay_whole_and_a_tight_limit_inverts_them(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     net, batch = make(), torch.randn(256, WIDTH)

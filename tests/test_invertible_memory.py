@@ -13,6 +13,7 @@ from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
+from tests.grids import few
 from tests.invertible import Unfused
 
 ROWS, CHANNELS = 4096, 8
@@ -60,7 +61,7 @@ def test_several_calls_hold_one_output():
     assert 1 <= held < 1.05
 
 
-@pytest.mark.parametrize("depth", [16, 64])
+@pytest.mark.parametrize("depth", few([16, 64], 16))
 def test_depth_costs_nothing_in_a_plan(depth: int):
     """What a plan holds between forward and backward, as simulated and as the allocator has it."""
     block = coupling()

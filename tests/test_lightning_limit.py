@@ -100,8 +100,16 @@ def run(make: Callable[[], nn.Module], optimizer: Any, rotor: RotorCallback, fol
     return peaks
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, adamw], ids=["SGD", "Adam", "AdamW fused"])
-@pytest.mark.parametrize("make", [mlp, cnn, transformer])
+@pytest.mark.parametrize(
+    ("make", "optimizer"),
+    [
+        pytest.param(make, optimizer, id=f"{make.__name__}-{name}", marks=[] if row == column else pytest.mark.wide)
+        for row, make in enumerate([mlp, cnn, transformer])
+        for column, (name, optimizer) in enumerate(
+            {"AdamW fused": adamw, "SGD": torch.optim.SGD, "Adam": torch.optim.Adam}.items()
+        )
+    ],
+)
 @pytest.mark.feature("Memory", "the peak of every step is inside `mem_limit`, optimizer step included")
 def test_every_step_is_inside_the_limit_and_close_to_it(
     tmp_path: Path, make: Callable[[], nn.Module], optimizer: Any

@@ -22,10 +22,14 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_rotor import Checkpointable, RotorCallback, Schedule, is_recomputing
 from lightning_rotor.errors import ExecutionError
+from tests.grids import few
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
 WAYS = pytest.mark.parametrize("way", ["sequential", "graph"])
+# The other way runs without Lightning: test_without_lightning has hooks that collect, features for the loss and state at once.
+GRAPH = pytest.mark.parametrize("way", few(["sequential", "graph"], "graph"))
+SEQUENTIAL = pytest.mark.parametrize("way", few(["sequential", "graph"], "sequential"))
 
 
 class Block(nn.Module):
@@ -209,7 +213,7 @@ HOOKS = [
 ]  # fmt: skip
 
 
-@WAYS
+@GRAPH
 def test_hooks_that_collect(way: str, tmp_path: Path) -> None:
     """The loss uses what they have collected before, as regularization by statistics does."""
 
@@ -226,7 +230,7 @@ def test_hooks_that_collect(way: str, tmp_path: Path) -> None:
     assert all(len(found) >= 8 for found in plain.model.notes[-1])
 
 
-@WAYS
+@SEQUENTIAL
 def test_features_for_the_loss(way: str, tmp_path: Path) -> None:
     def make() -> Task:
         net = net_of(way)
@@ -342,9 +346,17 @@ ON_ALL: list[Any] = []
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize(
-    "registers", [(on_its_module, for_a_while, always, normalizing), (on_all,)], ids=["own", "all"]
+    ("way", "registers"),
+    [
+        pytest.param("sequential", (on_its_module, for_a_while, always, normalizing), id="sequential-own"),
+        pytest.param("graph", (on_all,), id="graph-all"),
+        # Without Lightning these run under both ways.
+        pytest.param(
+            "graph", (on_its_module, for_a_while, always, normalizing), id="graph-own", marks=pytest.mark.wide
+        ),
+        pytest.param("sequential", (on_all,), id="sequential-all", marks=pytest.mark.wide),
+    ],
 )
-@WAYS
 def test_hooks_of_every_kind(way: str, registers: Sequence[Callable[[nn.Module], Any]], tmp_path: Path) -> None:
     def make() -> Task:
         forget_on_all()
@@ -418,7 +430,7 @@ class Stateful(Block):
         ]  # fmt: skip
 
 
-@WAYS
+@GRAPH
 def test_state_that_is_no_buffer(way: str, tmp_path: Path) -> None:
     def make() -> Task:
         net = net_of(way, Stateful)

@@ -77,12 +77,12 @@ from lightning_rotor import RotorCallback
 class Model(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(*[layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.Tanh())])
+        self.net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
     def training_step(self, batch, index):
         return self.net(batch).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-rotor = RotorCallback("1200KiB")
+rotor = RotorCallback("700KiB")
 L.Trainer(max_steps=4, accelerator="cpu", callbacks=[rotor], logger=False, enable_checkpointing=False,
           enable_progress_bar=False, enable_model_summary=False).fit(
     Model(), torch.utils.data.DataLoader(torch.randn(256 * 4, 64), batch_size=256))

@@ -137,7 +137,7 @@ class TwoCalls(Deep):
 
 
 def test_calls_that_wait_together_move_nothing_and_say_so(tmp_path: Path) -> None:
-    data = [torch.randn(2048, 64)]
+    data = [torch.randn(1024, 64)]
     limit = tight_limit(TwoCalls, data, tmp_path, batch_size=256, room=0.3)
     plain = train(TwoCalls, data, tmp_path, batch_size=256)
     rotor = RotorCallback(limit, offload=Offload(f"disk:{tmp_path}", bandwidth=FAST), show_table=False)

@@ -19,6 +19,7 @@ from torch.utils._pytree import register_pytree_node
 from lightning_rotor import RotorCallback
 from lightning_rotor.errors import BudgetError, ModelError, RotorWarning
 from lightning_rotor.profiling.step_compute import measure_compute
+from tests.grids import few
 from tests.training import assert_same_training, tight_limit, train
 
 
@@ -236,7 +237,7 @@ class Unforeseen(Noisy):
         return (self.head(self.net(windows + noise[0])) - noise[1]).square().mean()
 
 
-@pytest.mark.parametrize("share", [0.4, 0.7])
+@pytest.mark.parametrize("share", few([0.4, 0.7], 0.4))
 def test_a_module_that_the_first_step_shows_keeps_the_limit_in_the_second(share: float, tmp_path: Path) -> None:
     rows = [torch.randn(6 * 64, 256, generator=torch.Generator().manual_seed(1))]
     with pytest.raises(BudgetError, match="below the minimum") as caught:
@@ -396,7 +397,7 @@ class RaggedTraining(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("longest_of", [longest_as_an_item, longest_of_a_list])
+@pytest.mark.parametrize("longest_of", few([longest_as_an_item, longest_of_a_list], longest_as_an_item))
 def test_what_was_measured_for_a_shorter_length_that_values_tell_is_no_bound(
     longest_of: Callable[[torch.Tensor], int], tmp_path: Path
 ) -> None:

@@ -99,7 +99,12 @@ def whole_checkpoints(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("rank", "place", "how"),
-    [(0, 1, "killed in forward"), (2, 7, "killed in backward"), (1, 3, "error"), (0, 1, "error")],
+    [
+        (0, 1, "killed in forward"),
+        (2, 7, "killed in backward"),
+        (1, 3, "error"),
+        pytest.param(0, 1, "error", marks=pytest.mark.wide),
+    ],
 )
 def test_every_process_ends_soon(group: Processes, tmp_path: Path, rank: int, place: int, how: str) -> None:
     killed = how != "error"
@@ -134,7 +139,14 @@ made.fit(Broken({place}, {how!r}, {mark!r}), loader())
 
 
 @pytest.mark.parametrize(
-    ("place", "how"), [pytest.param(7, "error", marks=pytest.mark.wide), (1, "error"), (1, "killed in forward")]
+    ("place", "how"),
+    [
+        # Lightning's launcher ends the other processes then, which test_ranks shows, too.
+        pytest.param(7, "error", marks=pytest.mark.wide),
+        pytest.param(1, "error", marks=pytest.mark.wide),
+        # No code of the first process runs any more.
+        (1, "killed in forward"),
+    ],
 )
 def test_a_job_of_lightnings_launcher_ends(tmp_path: Path, place: int, how: str) -> None:
     script, mark, folder = tmp_path / "script.py", tmp_path / "mark", tmp_path / "runs"

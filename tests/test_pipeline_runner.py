@@ -49,7 +49,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("world", "kind", "options"), CASES, ids=lambda value: getattr(value, "schedule", str(value)))
+# Each schedule, number of processes, kind of recomputation and kind of module.
+NEEDED = (0, 2, 4, 5, 6, 9, 10, 12)
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "options"),
+    [pytest.param(*case, marks=[] if number in NEEDED else pytest.mark.wide) for number, case in enumerate(CASES)],
+    ids=lambda value: getattr(value, "schedule", str(value)),
+)
 def test_ten_steps_equal_those_of_one_process(
     group: Processes, world: int, kind: str, options: PipelineOptions
 ) -> None:

@@ -264,8 +264,26 @@ class PreciseRecorded(Precise):
         self.net = Recorded(*self.net)
 
 
-@pytest.mark.parametrize("kind", [Precise, PreciseRecorded])
-@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("32-true", Precise),
+        ("64-true", Precise),
+        ("bf16-true", PreciseRecorded),
+        ("16-true", Precise),
+        ("bf16-mixed", PreciseRecorded),
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in (
+                ("32-true", PreciseRecorded),
+                ("64-true", PreciseRecorded),
+                ("bf16-true", Precise),
+                ("16-true", PreciseRecorded),
+                ("bf16-mixed", Precise),
+            )
+        ),
+    ],
+)
 def test_precisions_are_those_of_one_process(
     group: Processes, tmp_path: Path, precision: str, kind: type[Precise]
 ) -> None:

@@ -314,7 +314,9 @@ def in_two_copies(rank: int, folder: str, options: dict[str, Any]) -> dict[str, 
         return seen(*fit(folder, strategy, 4, max_epochs=6, batch=4, rows=8, gradient_clip_val=0.3))
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "gpipe"}], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"schedule": "gpipe"}, marks=pytest.mark.wide)], ids=["1f1b", "gpipe"]
+)
 def test_two_copies_of_a_pipeline_share_the_batches(group: Processes, tmp_path: Path, options: dict[str, Any]) -> None:
     """Two copies, each with half of the eight rows, are one process with all of them."""
     expected = alone(tmp_path, max_epochs=6, rows=8, gradient_clip_val=0.3)

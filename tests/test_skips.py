@@ -25,7 +25,7 @@ from lightning_rotor.planning.solver import Solver
 from lightning_rotor.profiling import Profile, StepMeter, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.grids import few
+from tests.grids import examples, few
 from tests.strategies import random_chain, random_schedule, with_skips
 
 # ---------------------------------------------------------------------------------------------------- models
@@ -265,7 +265,7 @@ def test_any_schedule_has_the_bits_and_the_simulated_peak(name: str) -> None:
     losses = len(tree_leaves(net.eval()(*args)))
     net.train()
     rng = random.Random(5)
-    schedules = [random_schedule(rng, chain) for _ in range(12)]
+    schedules = [random_schedule(rng, chain) for _ in range(examples(5, 12))]
     for schedule in (Schedule.keep_all(len(chain)), minimum_budget(chain).schedule, *schedules):
         executor = Executor(profile.stages, chain, schedule, profile.states)
         peak, received = step(net, lambda run=executor: run(value), args)  # type: ignore[misc]
@@ -319,7 +319,7 @@ def test_slices_of_one_gradient_count_once_and_for_the_skip_that_is_needed_longe
 def test_plan_is_nearly_always_as_fast_as_the_best_of_all_schedule_trees() -> None:
     rng = random.Random(1)
     ratios: list[float] = []
-    for _ in range(60):
+    for _ in range(examples(25, 60)):
         chain = with_skips(
             rng, random_chain(rng, rng.randint(3, 6), rng.choice(("cnn", "transformer", "heterogeneous")))
         )

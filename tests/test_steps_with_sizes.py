@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_rotor import RotorCallback
 from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planning.schedule_search import ScheduleSearch
+from tests.grids import few
 
 
 class EdgeConvolution(nn.Module):
@@ -176,7 +177,16 @@ class Changing(L.LightningModule):
     configure_optimizers = Graphs.configure_optimizers
 
 
-@pytest.mark.parametrize("holder", ["size", "argument", "attribute", "class attribute", "dict", "global"])
+@pytest.mark.parametrize(
+    "holder",
+    few(
+        ["size", "argument", "attribute", "class attribute", "dict", "global"],
+        "size",
+        "argument",
+        "attribute",
+        "global",
+    ),
+)
 def test_a_call_runs_what_was_recorded_for_it_where_another_recording_has_equal_names(
     holder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
 from lightning_rotor.planned.target_search import named_target
+from tests.grids import few
 from tests.test_callback import Recorder, assert_equal_runs, fit, least_limit, seeded
 
 
@@ -136,7 +137,13 @@ class Manual(Trunk):
 
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [(Trunk, "32-true"), (Trunk, "bf16-mixed"), (RareHead, "32-true"), (Restless, "32-true"), (Manual, "32-true")],
+    [
+        pytest.param(Trunk, "32-true", marks=pytest.mark.wide),  # the others are trunks, too
+        (Trunk, "bf16-mixed"),
+        (RareHead, "32-true"),
+        (Restless, "32-true"),
+        (Manual, "32-true"),
+    ],
 )
 def test_the_submodule_with_most_of_the_compute_is_planned(
     tmp_path: Path, kind: type[Trunk], precision: Any, caplog: pytest.LogCaptureFixture
@@ -292,7 +299,7 @@ def test_layers_made_in_configure_model_are_weighed_too(tmp_path: Path) -> None:
                 self.trunk = convolutions()
 
     callback = RotorCallback(show_table=False)
-    fit([callback], tmp_path, model=Late())
+    fit([callback], tmp_path, model=Late(), limit_train_batches=1)
     assert callback.plan is not None
     assert len(callback.plan.chain) > 6
 
@@ -361,7 +368,7 @@ class Sentences(Dataset[Any]):
     """Numbers to translate, of different lengths."""
 
     def __len__(self) -> int:
-        return 96
+        return 64
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
@@ -376,7 +383,7 @@ class Translator(Base):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(30, 32), nn.Linear(32, 30)
-        self.transformer = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=True)
+        self.transformer = nn.Transformer(32, 4, 1, 1, 64, dropout=0.1, batch_first=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         source, target, padding = batch
@@ -394,7 +401,7 @@ class Translator(Base):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
-@pytest.mark.parametrize("kind", [Together, OwnForward, Translator])
+@pytest.mark.parametrize("kind", few([Together, OwnForward, Translator], OwnForward, Translator))
 def test_several_towers_in_one_forward_are_one_chain(tmp_path: Path, kind: type[Base]) -> None:
     options: dict[str, Any] = {}
     if kind is Translator:
@@ -421,7 +428,7 @@ def test_several_towers_in_one_forward_are_one_chain(tmp_path: Path, kind: type[
     ("named", "share"),
     [
         (None, 0.0),
-        (["left", "right"], 0.5),
+        pytest.param(["left", "right"], 0.5, marks=pytest.mark.wide),
         pytest.param(None, 0.5, marks=pytest.mark.wide),
         pytest.param(["left", "right"], 0.0, marks=pytest.mark.wide),
     ],
@@ -495,6 +502,6 @@ def test_equal_blocks_are_planned_together_however_small_each_is(tmp_path: Path)
             return nn.functional.cross_entropy(self.head(images.mean((2, 3))).float(), labels)
 
     rotor = RotorCallback("1GiB", show_table=False)
-    fit([rotor], tmp_path, model=seeded(Blocks, {}))
+    fit([rotor], tmp_path, model=seeded(Blocks, {}), limit_train_batches=1)
     assert rotor.plan is not None
     assert len(rotor.plan.calls) == 40

@@ -126,7 +126,7 @@ class Model(L.LightningModule):
 def fit(callbacks: list[L.Callback], precision: Any, *, sequence: bool) -> list[torch.Tensor]:
     torch.manual_seed(1)
     model = Model(sequence=sequence)
-    tokens = torch.randint(32, (80, 64), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(32, (48, 64), generator=torch.Generator().manual_seed(1))
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2, process_group_backend="gloo")
     L.Trainer(
         accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False, strategy=strategy,

@@ -133,15 +133,18 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Model]], t
 
 
 def batches(kind: type[Model]) -> DataLoader[Any]:
-    return DataLoader([kind.batch()] * 5, batch_size=None)
+    return DataLoader([kind.batch()] * 4, batch_size=None)
 
 
 @pytest.mark.parametrize(
     ("kind", "stages", "share"),
     [
-        (Llava, 55, 0.0),
         (Qwen, 50, 0.5),
-        *(pytest.param(*each, marks=pytest.mark.wide) for each in ((Llava, 55, 0.5), (Qwen, 50, 0.0))),
+        # What is special about Llava are its hooks, which a test below shows by themselves.
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in ((Llava, 55, 0.0), (Llava, 55, 0.5), (Qwen, 50, 0.0))
+        ),
     ],
 )
 def test_they_train_inside_a_limit_with_the_bits_of_plain_training(

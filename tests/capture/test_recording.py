@@ -1006,8 +1006,8 @@ SMALL = {
     ("name", "config", "settings"),
     [
         ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
-        ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 1}),
-        ("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, "num_key_value_heads": 1}),
+        pytest.param("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 1}, marks=pytest.mark.wide),
+        pytest.param("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, "num_key_value_heads": 1}, marks=pytest.mark.wide),
         ("Gemma2ForCausalLM", "Gemma2Config", {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}),
         ("BertForMaskedLM", "BertConfig", SMALL),
         (

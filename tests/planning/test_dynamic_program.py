@@ -77,8 +77,13 @@ def test_compiled_kernel_fills_the_same_table_bit_by_bit(
     assert_same_tables(compiled, plain, every=9)
 
 
-@pytest.mark.parametrize(("threads", "block"), [(1, 16), (2, 7), (3, 1), (3, 200)])
-@pytest.mark.parametrize("options", [1, 3])
+@pytest.mark.parametrize(
+    ("threads", "block", "options"),
+    [
+        *((1, 16, 1), (2, 7, 3), (3, 1, 1), (3, 200, 3)),
+        *(pytest.param(*each, marks=pytest.mark.wide) for each in ((1, 16, 3), (2, 7, 1), (3, 1, 3), (3, 200, 1))),
+    ],
+)
 def test_threads_and_blocks_make_no_difference(
     monkeypatch: pytest.MonkeyPatch, threads: int, block: int, options: int
 ) -> None:
@@ -96,7 +101,7 @@ def test_short_chains_do_not_wait_for_compiled_code() -> None:
         assert Table(requirements, slots=500).is_compiled is is_compiled
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(10, 20), deadline=None)
 @given(any_chains(), st.integers(0, 200), st.integers(0, 200))
 def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain, floor: int, before: int) -> None:
     table, free = solved(chain, 150), solved(chain, 150)

@@ -80,7 +80,7 @@ def test_at_any_budget_it_is_as_fast_as_the_plan(chain: Chain, rng: random.Rando
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_as_fast_as_the_best_of_all_schedule_trees(kind: Kind) -> None:
     points = equal = 0
-    for number in range(12):
+    for number in range(examples(6, 12)):
         rng = random.Random(f"{kind} {number}")
         chain = random_chain(rng, rng.randint(3, 6), kind, grain=rng.choice((1, 512)))
         chain = with_skips(rng, chain) if number % 3 == 0 else chain

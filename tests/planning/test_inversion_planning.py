@@ -25,6 +25,7 @@ from lightning_rotor.report import draw_chain, plot_timeline
 from lightning_rotor.report.figures import INVERSION_COLOURS
 from lightning_rotor.schedule import Leaf, Schedule
 from lightning_rotor.simulator import simulate
+from tests.grids import examples
 from tests.planning.test_solver import uniform_chain
 from tests.strategies import random_chain, with_inversion, with_skips
 
@@ -56,7 +57,7 @@ def invertible_chain(stages: int, *, evaluations: int = 2) -> Chain:
 
 def test_plan_is_as_fast_as_the_best_of_all_schedule_trees_with_inverted_stages() -> None:
     cases = equal = inverting = 0
-    for number in range(70):
+    for number in range(examples(30, 70)):
         rng = random.Random(f"invertible {number}")
         stages = rng.choice((2, 3, 4, 4, 5, 5))
         grain = rng.choice((1, 512, 997))
@@ -79,7 +80,7 @@ def test_plan_is_as_fast_as_the_best_of_all_schedule_trees_with_inverted_stages(
     assert inverting >= cases / 10
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(24, 60), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from((30, 150, 600)), st.booleans())
 def test_compiled_and_plain_kernel_fill_the_same_table(rng: random.Random, slots: int, gradients_exist: bool) -> None:
     chain = random_chain(rng, rng.randint(2, 9), "invertible", grain=rng.choice((1, 997)))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from torch import nn
 
 from lightning_rotor import Chain, Leaf, Schedule, Segment, profile_chain, sequential_stages, simulate
 from lightning_rotor.execution.executor import Executor
+from tests.imported_python import ImportedPython
 from tests.strategies import random_chain
 
 STAGES = 1000
@@ -47,7 +46,7 @@ def test_schedules_as_deep_as_the_chain_are_long_are_values() -> None:
     assert deep.recomputed == tuple(range(STAGES - 1))
 
 
-def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else() -> None:
+def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else(imported_python: ImportedPython) -> None:
     script = (
         f"import sys; sys.path[:0] = {[str(each) for each in (Path(__file__).parent, Path(__file__).parents[2])]}\n"
         "import random\n"
@@ -55,9 +54,10 @@ def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else() 
         "from test_long_chains import nested, simulate\n"
         'print(simulate(random_chain(random.Random(1), 400, "cnn"), nested(400, 399)).peak_bytes)'
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    assert int(done.stdout) == simulate(random_chain(random.Random(1), 400, "cnn"), nested(400, 399)).peak_bytes
+    assert (
+        int(imported_python.run(script))
+        == simulate(random_chain(random.Random(1), 400, "cnn"), nested(400, 399)).peak_bytes
+    )
 
 
 @pytest.mark.parametrize("depth", [4, 40])

@@ -21,6 +21,7 @@ from lightning_rotor.planning.placing import placed
 from lightning_rotor.planning.schedule_search import ScheduleSearch
 from lightning_rotor.schedule import Move, Schedule
 from lightning_rotor.simulator import Conditions, movable, simulate
+from tests.grids import examples
 from tests.strategies import KINDS, random_chain, random_link, random_schedule, with_skips
 
 
@@ -32,7 +33,7 @@ def random_case(rng: random.Random) -> tuple[Chain, Conditions]:
     return chain, {**step, "link": random_link(rng, chain)}
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(10, 25))
 @given(st.randoms(use_true_random=False))
 def test_plans_fit_and_are_never_slower_than_those_that_move_nothing(rng: random.Random) -> None:
     chain, step = random_case(rng)
@@ -62,7 +63,7 @@ def test_no_plan_fits_below_the_least_budget(seed: int) -> None:
         solver.plan(least - 1)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(16, 40))
 @given(st.randoms(use_true_random=False))
 def test_placed_moves_fit_the_budget_and_the_other_memory(rng: random.Random) -> None:
     chain, step = random_case(rng)

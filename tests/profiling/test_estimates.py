@@ -24,7 +24,7 @@ from lightning_rotor.profiling.models_without_memory import build_on_meta
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from tests.grids import few
-from tests.processes import ROOT, run_python
+from tests.imported_python import ROOT, ImportedPython
 
 A100 = GPUS["A100-80GB"]
 EXACT = ("saved_bytes", "saved_input_bytes", "saved_output_bytes", "input_gradient_bytes", "parameter_gradient_bytes")
@@ -162,7 +162,7 @@ def test_the_clock_counts_the_operations_of_forward_and_backward() -> None:
 # ---------------------------------------------------------------------------------------------------- without memory
 
 
-def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
+def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two(imported_python: ImportedPython) -> None:
     code = """
         import torch
         from pathlib import Path
@@ -183,7 +183,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two() -> None:
         (peak,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
         print(size, int(peak.split()[1]) * 1024)
     """
-    output, _ = run_python("-c", textwrap.dedent(code), cwd=ROOT / "tests" / "profiling")
+    output = imported_python.run(textwrap.dedent(code), cwd=ROOT / "tests" / "profiling")
     model_bytes, resident_bytes = map(int, output.split())
     assert model_bytes > 70e9
     assert resident_bytes < 2e9

@@ -41,6 +41,8 @@ def stage(number: int) -> StageCost:
 
 
 CHAIN = Chain(tuple(stage(number) for number in range(8)))
+# Of these, moves are searched for quickly.
+FEW = Chain(CHAIN.stages[:5])
 KEEP_ALL = simulate(CHAIN, Schedule.keep_all(8))
 
 

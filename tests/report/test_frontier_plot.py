@@ -8,7 +8,7 @@ from lightning_rotor.report.frontier_plot import plot_frontier
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation
 from lightning_rotor.units import format_bytes
-from tests.report.small_plans import CHAIN, MIB, legend
+from tests.report.small_plans import CHAIN, FEW, MIB, legend
 
 
 def test_the_picture_of_a_frontier_marks_points_and_limits(tmp_path):
@@ -34,7 +34,7 @@ def test_a_frontier_of_one_point_can_be_drawn(tmp_path):
 
 
 def test_the_curve_without_moves_is_a_line_beside() -> None:
-    found, staying = frontier(CHAIN, link=Link(2e9, 2e9)), frontier(CHAIN)
+    found, staying = frontier(FEW, link=Link(2e9, 2e9)), frontier(FEW)
     figure = plot_frontier(found, staying=staying)
     (axes,) = figure.axes
     assert "without moves" in legend(figure)

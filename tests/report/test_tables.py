@@ -16,7 +16,7 @@ from lightning_rotor.report.tables import frontier_table, plan_table, stage_tabl
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Traffic, held_by_stage, simulate
 from lightning_rotor.units import format_bytes
-from tests.report.small_plans import CHAIN, MIB, cells, plan_for, printed, rows
+from tests.report.small_plans import CHAIN, FEW, MIB, cells, plan_for, printed, rows
 from tests.strategies import chains, random_chain, with_skips
 
 
@@ -171,7 +171,7 @@ def test_a_plan_with_a_link_says_what_moves_and_what_the_link_carries() -> None:
 
 
 def test_the_curve_says_what_plans_without_moves_cost() -> None:
-    found, staying = frontier(CHAIN, link=Link(2e9, 2e9)), frontier(CHAIN)
+    found, staying = frontier(FEW, link=Link(2e9, 2e9)), frontier(FEW)
     shown = cells(frontier_table(found, staying=staying))
     for row in shown:
         assert row[3] == "no plan" or float(row[1][:-1]) <= float(row[3][:-1])
