@@ -1,7 +1,9 @@
 """Ways to train in which the parameters are spread over devices: FSDP2, with units for the model's blocks.
 
 They are spread over all devices, or over groups of neighbours that hold copies (HSDP): then less is sent between nodes,
-and each device holds more. Each unit is one stage of the chain. The planner gives a schedule for what is left of the limit beside the messages, and
+and each device holds more.
+
+Each unit is one stage of the chain. The planner gives a schedule for what is left of the limit beside the messages, and
 ``sharded_step`` says what the step takes with them; the difference goes to the next plan.
 """
 
