@@ -314,3 +314,25 @@ class Told(nn.Module):
 def test_arguments_that_cannot_be_compared_and_modules_that_hide_their_children() -> None:
     torch.manual_seed(0)
     assert_plain_bits(Told(), lambda net: net(ROWS, way=Word("left")).square().mean())
+
+
+# ---------------------------------------------------------------- forwards of an object
+
+
+class WithoutForward(nn.Module):
+    """Its forward is the object's, and not its class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.forward = self.run
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_a_forward_that_was_set_on_an_object_is_refused_by_what_it_is() -> None:
+    module = WithoutForward()
+    with pytest.raises(ModelError, match=r"set on this object alone .* expected it in the class"):
+        Checkpointable(module, ROWS, mem_limit="1MiB")
+    assert module.forward == module.run

@@ -179,6 +179,11 @@ def check_module(module: nn.Module) -> None:
             "Checkpointable(torch.compile(net)), which chooses among compiled code for the whole, or the module "
             "inside, ._orig_mod, which runs uncompiled under a plan"
         )
+    if type(module).forward is nn.Module.forward and "forward" in vars(module):
+        raise ModelError(
+            f"{name} has a forward that was set on this object alone (self.forward = ...): expected it in the class, "
+            "def forward(self, ...), since a plan takes its place on the object"
+        )
     if type(module).forward is nn.Module.forward:
         raise ModelError(
             f"{name} has no forward, so it is no chain of layers: expected an nn.Sequential, or a module "
