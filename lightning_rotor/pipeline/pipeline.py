@@ -1,6 +1,7 @@
 """A pipeline in a plain loop, without Lightning."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.memory.device_memory import resolve_limit
 from lightning_rotor.pipeline.micro_batches import largest_part
-from lightning_rotor.pipeline.pipeline_options import PipelineOptions
+from lightning_rotor.pipeline.pipeline_options import PipelineOptions, check_names
 from lightning_rotor.pipeline.pipelined import pipelined
 from lightning_rotor.pipeline.placement import bytes_around, kept_bytes
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, share_start
@@ -35,7 +36,8 @@ class Pipeline:
     Attributes:
         partition: How the module is cut.
     Raises:
-        PipelineError: There is no process group, or something speaks against a pipeline; on every process.
+        PipelineError: There is no process group or no such option, or something speaks against a pipeline; on every
+            process.
         PartitionError: No partition fits ``mem_limit``; says the least memory per device that would.
     Example:
         >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
@@ -54,6 +56,7 @@ class Pipeline:
         optimizer_scale: float = 2.0,
         **options: Any,
     ) -> None:
+        check_names(options, [field.name for field in fields(PipelineOptions)])
         if not dist.is_initialized():
             raise PipelineError(
                 "there is no process group: expected torch.distributed.init_process_group() before, in a script that "

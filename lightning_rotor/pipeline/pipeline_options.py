@@ -1,13 +1,39 @@
 """Settings of a pipeline, checked when they are made."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal
 
 from lightning_rotor.errors import PipelineError
 from lightning_rotor.pipeline.partition import RecomputeMode
 from lightning_rotor.pipeline.partition.problem import check_recompute
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, check_numbers
+
+# Arguments of torchgpipe's GPipe, of torch.distributed.pipelining and of DDP, and what stands for them here.
+_ELSEWHERE = {
+    "chunks": "micro_batches, the parts of a batch",
+    "n_microbatches": "micro_batches, the parts of a batch",
+    "devices": "one process for each device (Trainer(devices=4), or torchrun --nproc-per-node=4)",
+    "num_stages": "as many stages as there are devices, or pipeline_stages of RotorPipelineStrategy",
+    "checkpoint": 'recompute: "rotor", "always", "except_last" or "never"',
+    "find_unused_parameters": "nothing in its place, since gradients are not averaged by DDP here",
+    "static_graph": "nothing in its place, since gradients are not averaged by DDP here",
+    "gradient_as_bucket_view": "nothing in its place, since gradients are not averaged by DDP here",
+}
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """``PipelineError`` for an option that there is not: says what is meant, or which ones there are."""
+    known = sorted(known)
+    for name in given:
+        if name in known:
+            continue
+        expected = f"one of {', '.join(known)}"
+        close = get_close_matches(name, known, n=1)
+        if close:
+            expected = close[0]
+        raise PipelineError(f"a pipeline has no option {name!r}: expected {_ELSEWHERE.get(name, expected)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import inspect
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from typing_extensions import override
 
 from lightning_rotor.errors import PipelineError, RotorWarning
 from lightning_rotor.pipeline.partition import Partition, RecomputeMode
+from lightning_rotor.pipeline.pipeline_options import check_names
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName
 from lightning_rotor.pipeline.pipelined_module import PipelinedModule
 from lightning_rotor.pipeline.placement import Placement
@@ -42,6 +44,17 @@ if TYPE_CHECKING:
 else:
     DDPStrategy = packages.joined("strategies.DDPStrategy")
 
+# Of Lightning's strategy; it hands others to DDP, which a pipeline has none of, and which would say nothing.
+_LIGHTNINGS_OPTIONS = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+)
 _WRAPPED_OPTIMIZER = packages.from_each("core.optimizer.LightningOptimizer")
 
 
@@ -90,6 +103,8 @@ class RotorPipelineStrategy(DDPStrategy):
         sample: Any = None,
         **options: Any,
     ) -> None:
+        own_names = inspect.signature(RotorPipelineStrategy.__init__).parameters
+        check_names(options, [*_LIGHTNINGS_OPTIONS, *own_names])
         super().__init__(**options)
         self._settings = PipelineSettings(
             micro_batches=micro_batches,
