@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rotor import Offload, RotorCallback
 from lightning_rotor.offload import parse_offload
+from lightning_rotor.strategies import RotorPipelineStrategy
 
 # Lightning 2.6 calls jsonargparse in ways that newer versions of it announce to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
@@ -156,3 +157,14 @@ def test_offload_means_the_same_in_yaml(
     config.write_text(config.read_text() + f"        offload: {form}\n")
     rotor_of(cli(*_QUIET, f"--config={config}"))
     assert parse_offload(given[-1]) == expected
+
+
+def test_a_pipeline_is_a_strategy_of_the_command_line() -> None:
+    """The command hands on all options of its bases, by their defaults, which choose nothing."""
+    options = [
+        "--trainer.strategy=lightning_rotor.strategies.RotorPipelineStrategy",
+        "--trainer.strategy.micro_batches=4",
+    ]
+    strategy = cli(*_QUIET, *options, "--trainer.strategy.timeout=null").trainer.strategy
+    assert isinstance(strategy, RotorPipelineStrategy)
+    assert strategy._settings.micro_batches == 4

@@ -103,8 +103,14 @@ class RotorPipelineStrategy(DDPStrategy):
         sample: Any = None,
         **options: Any,
     ) -> None:
+        # LightningCLI gives all options that it finds, of DDP, too, by their defaults.
+        defaults: dict[str, Any] = {}
+        for method in (nn.parallel.DistributedDataParallel.__init__, super().__init__):
+            for name, parameter in inspect.signature(method).parameters.items():
+                defaults[name] = parameter.default
+        chosen = [name for name, value in options.items() if name not in defaults or value != defaults[name]]
         own_names = inspect.signature(RotorPipelineStrategy.__init__).parameters
-        check_names(options, [*_LIGHTNINGS_OPTIONS, *own_names])
+        check_names(chosen, [*_LIGHTNINGS_OPTIONS, *own_names])
         super().__init__(**options)
         self._settings = PipelineSettings(
             micro_batches=micro_batches,

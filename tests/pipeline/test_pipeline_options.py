@@ -41,6 +41,14 @@ def test_known_options_pass() -> None:
     assert RotorPipelineStrategy("net", process_group_backend="gloo", start_method="spawn").module_name == "net"
 
 
+def test_defaults_of_ddp_are_no_choice() -> None:
+    """LightningCLI hands on every option that a strategy's bases take."""
+    options = {"find_unused_parameters": False, "static_graph": False, "bucket_cap_mb": None, "ddp_comm_hook": None}
+    assert RotorPipelineStrategy("net", **options).module_name == "net"
+    with pytest.raises(PipelineError, match="'static_graph'"):
+        RotorPipelineStrategy("net", **{**options, "static_graph": True})
+
+
 def test_a_balance_is_auto_or_numbers() -> None:
     assert PipelineOptions(balance=[1, 2]).balance == [1, 2]
     with pytest.raises(PipelineError, match=r'balance is \'time\': expected "auto" or numbers'):
