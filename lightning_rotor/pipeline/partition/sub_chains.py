@@ -75,6 +75,7 @@ def _give_own_gradient(stages: list[StageCost], first: int, shared: SharedTensor
     """Let the gradient of shared tensors appear and wait among some stages, of which the first has a number.
 
     In the whole chain it appears in the last stage that uses them, and waits until the first one's backward is done.
+    Peaks of backwards stay as they were measured there, where two gradients may be added: an upper bound.
     """
     readers = [number - first for number in shared.stages if 0 <= number - first < len(stages)]
     for place, stage in enumerate(stages):
