@@ -26,7 +26,6 @@ import pytest
 import torch
 from xdist.scheduler import LoadFileScheduling
 
-from lightning_rotor.memory import optimizer_prediction
 from lightning_rotor.planned import module_plans
 from lightning_rotor.planning import compilation, dynamic_program
 from lightning_rotor.private.running_threads import threads
@@ -195,52 +194,6 @@ def _few_timed_runs(request: pytest.FixtureRequest) -> Iterator[None]:
             patch.setattr(stage_seconds, "_ENOUGH_SECONDS", 0.0)
             patch.setattr(stage_seconds, "_MOST_INTERRUPTED", 0)
         yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _dry_steps_once(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of torch's optimizers that are alike, since each test makes several: these steps take a sixth of a short training."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.path.parent.name != "memory":
-            patch.setattr(optimizer_prediction, "_take_dry_steps", _taken_once)
-        yield
-
-
-_take_dry_steps = optimizer_prediction._take_dry_steps
-_taken: dict[Any, Any] = {}
-
-
-def _taken_once(optimizer: torch.optim.Optimizer, device: Any, *, foreach: bool | None = None) -> Any:
-    """What dry steps of the first such optimizer have shown."""
-    facts = _all_that_matters(optimizer)
-    if facts is None:
-        return _take_dry_steps(optimizer, device, foreach=foreach)
-    facts = facts, str(device), foreach, torch.get_default_dtype()
-    if facts not in _taken:
-        _taken[facts] = _take_dry_steps(optimizer, device, foreach=foreach)
-    return _taken[facts]
-
-
-def _all_that_matters(optimizer: torch.optim.Optimizer) -> Any:
-    """All that its dry steps depend on; None of one that is not torch's alone, or has made steps."""
-    own_step = vars(optimizer).get("step")  # schedulers put one around it, which says so
-    if type(optimizer) not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
-        return None
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-        return None
-    facts: list[Any] = [type(optimizer)]
-    for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        if any(isinstance(value, torch.Tensor) for value in settings.values()):
-            return None
-        facts.append(repr(sorted(settings.items())))
-        for parameter in group["params"]:
-            if type(parameter) is not torch.nn.Parameter or vars(parameter):
-                return None
-            told = parameter.dtype, parameter.device, parameter.requires_grad, parameter.layout, parameter.grad is None
-            facts.append((*parameter.shape, *parameter.stride(), *told))
-    hooks = [vars(optimizer)[name] for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-    return None if any(hooks) else tuple(facts)
 
 
 @pytest.fixture(autouse=True)
