@@ -59,8 +59,8 @@ def _is_users_named_tuple(kind: Any) -> bool:
     if not _pytree.is_namedtuple_class(kind):
         return False
     # Its own methods may change what it is made of, and an instance with a namespace holds more than entries.
-    generated = next(base for base in kind.__mro__ if "_fields" in vars(base))
-    is_generated = kind.__new__ is generated.__dict__.get("__new__") and kind.__iter__ is tuple.__iter__
+    generated: Any = next(base for base in kind.__mro__ if "_fields" in vars(base))
+    is_generated = kind.__new__ is generated.__new__ and kind.__iter__ is tuple.__iter__
     return not is_generated or bool(kind.__dictoffset__)
 
 
