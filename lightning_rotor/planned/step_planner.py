@@ -393,13 +393,16 @@ class StepPlanner(BudgetSource):
             self._unanswered_bytes = peak_bytes
 
     def _lacks_gradients(self, step: Step) -> bool:
-        """True if a measured step has kept the limit without gradients to which others add: the next one decides.
+        """True if a measured step has kept the limit without gradients to which others add: the next step decides.
 
         Such is the first step of an accumulation. A plan that uses what it leaves would exceed the limit in the second.
         """
         found_bytes = step.found_gradient_bytes or 0
         peak_bytes = self.watch.peak_bytes or 0
-        lacks = found_bytes < self._most_gradient_bytes and peak_bytes <= self.limit.size_bytes
+        # Several processes measure the same steps, so what only one has seen decides nothing: peaks differ, but not the
+        # gradients that a step finds.
+        may_wait = self.ranks.watches or peak_bytes <= self.limit.size_bytes
+        lacks = found_bytes < self._most_gradient_bytes and may_wait
         if lacks and not self._lacked_gradients:
             self._lacked_gradients = True
             self.watch.repeat()
