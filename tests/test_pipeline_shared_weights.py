@@ -268,3 +268,48 @@ def test_sparse_gradients_are_not_added_up(group: Processes) -> None:
     assert isinstance(first, Failure)
     assert first.kind == "PipelineError"
     assert re.search("gradient of 'embedding.weight' is torch.sparse_coo.*expected a dense one", first.message)
+
+
+class Angles(nn.Module):
+    """A table that all blocks share, as rotary embeddings do; it may count its calls in a buffer."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("table", torch.linspace(0, 1, 16), persistent=False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls.data.add_(1)
+        return x * self.table
+
+
+class Turned(nn.Module):
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__()
+        self.angles = Angles(counts=counts)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(self.angles(x))
+        return x
+
+
+def turned(rank: int, counts: bool) -> float:
+    """How far a step's loss is from that of one process."""
+    torch.manual_seed(0)
+    net = Turned(counts=counts)
+    alone, x = copy.deepcopy(net), torch.randn(8, 16)
+    pipeline = Pipeline(net, x, micro_batches=2)
+    loss = pipeline.step(lambda part: net(part).square().mean(), x)
+    pipeline.close()
+    return float((loss - alone(x).square().mean()).abs())
+
+
+def test_buffers_that_devices_share_are_read_alone(group: Processes) -> None:
+    assert max(good(group.run(2, turned, False))) < 1e-6
+    for answer in group.run(2, turned, True):
+        assert isinstance(answer, Failure)
+        assert re.search("stages 0 and 1 share the buffer 'angles.calls', which a forward writes", answer.message)

@@ -59,17 +59,6 @@ class SegmentState:
     drawn: tuple[str, ...] = ()
     root: tuple[nn.Module, str] | None = None
 
-    def written_buffers(self) -> list[torch.Tensor]:
-        """Buffers that a forward writes."""
-        buffers = []
-        for statistic in self.statistics:
-            buffer = statistic.module._buffers[statistic.name]
-            if buffer is not None:
-                buffers.append(buffer)
-        for module in self.remembered:
-            buffers += _buffers(module)
-        return buffers
-
     def remembered_bytes(self, block_bytes: int) -> int:
         """Bytes that one first pass takes to remember them, from an allocator with blocks of this size."""
         return sum([_buffer_bytes(module, block_bytes) for module in self.remembered])

@@ -20,7 +20,7 @@ from lightning_rotor.capture.sequentialize import SequentialCut, sequentialize
 from lightning_rotor.chain import Chain
 from lightning_rotor.devices import block_bytes_of
 from lightning_rotor.errors import ModelError, PipelineError, RotorError
-from lightning_rotor.execution.isolated import kept_attributes
+from lightning_rotor.execution.isolated import kept_attributes, lent_buffers, undisturbed
 from lightning_rotor.pipeline.device_speeds import speeds_beside_first
 from lightning_rotor.pipeline.micro_batches import Call, join, rows_in, split
 from lightning_rotor.pipeline.part import Part
@@ -32,7 +32,7 @@ from lightning_rotor.pipeline.placement import Placement, shared_tensors, tensor
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, processes_with
 from lightning_rotor.pipeline.runner import Cut, PipelineRunner
 from lightning_rotor.planned.agreement import told_by_all
-from lightning_rotor.private.torch_names import sent_outputs_linger
+from lightning_rotor.private.torch_names import sent_outputs_linger, version_of
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.profiling.same_results import require_same
@@ -84,7 +84,7 @@ def pipelined(
     plan = _partition(profile, chain, options, memory_bytes, kept, processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
-    _require_no_written_buffers(model, profile, plan)
+    _require_no_written_buffers(model, module, call, pieces, processes.device)
     placement = Placement(model, module, pieces, processes)
     # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
@@ -150,25 +150,55 @@ def _require_apart(pieces: Sequence[Sequence[Stage]]) -> None:
                     )
 
 
-def _require_no_written_buffers(model: nn.Module, profile: Profile, plan: Partition) -> None:
+def _require_no_written_buffers(
+    model: nn.Module,
+    module: nn.Module,
+    call: Call,
+    pieces: Sequence[Sequence[Stage]],
+    device: torch.device,
+) -> None:
     """``PipelineError`` if stages of two parts use a buffer that a forward writes: each device would have its own."""
-    readers: dict[int, list[int]] = {}
-    written: set[int] = set()
-    for number, choice in enumerate(plan.choices):
-        for place in range(choice.first, choice.last + 1):
-            for tensor in tensors_of(profile.stages[place]):
-                numbers = readers.setdefault(id(tensor), [])
-                if number not in numbers:
-                    numbers.append(number)
-            written.update(map(id, profile.states[place].written_buffers()))
+    parts_by_buffer: dict[int, list[int]] = {}
+    for number, piece in enumerate(pieces):
+        for stage in piece:
+            for tensor in tensors_of(stage):
+                parts = parts_by_buffer.setdefault(id(tensor), [])
+                if number not in parts:
+                    parts.append(number)
+    shared = {}
     for name, buffer in model.named_buffers():
-        numbers = readers.get(id(buffer), [])
-        if len(numbers) > 1 and id(buffer) in written:
+        parts = parts_by_buffer.get(id(buffer), [])
+        if len(parts) > 1:
+            shared[id(buffer)] = name, parts
+    # Tables of angles, which blocks often share, are read alone. A forward shows which are written.
+    if not shared:
+        return
+    for buffer in _written_buffers(module, call, device):
+        if id(buffer) in shared:
+            name, parts = shared[id(buffer)]
             raise PipelineError(
-                f"pipeline stages {numbers[0]} and {numbers[1]} share the buffer {name!r}, which a forward writes: "
+                f"pipeline stages {parts[0]} and {parts[1]} share the buffer {name!r}, which a forward writes: "
                 "expected it in one stage, since every device has its own. Choose a balance that keeps its layers "
                 "together, or give each a layer of its own"
             )
+
+
+def _written_buffers(module: nn.Module, call: Call, device: torch.device) -> list[torch.Tensor]:
+    """Buffers that a module writes or replaces in a call, which leaves no trace."""
+    args, kwargs = call
+    whole = Stage("", (module,))
+    written = []
+    with undisturbed(device), kept_attributes(whole), lent_buffers(whole) as originals, torch.no_grad():
+        copies = [owner._buffers[name] for owner, name, _ in originals]
+        versions = [None if copy is None else version_of(copy) for copy in copies]
+        module(*args, **kwargs)
+        for (owner, name, original), copy, version in zip(originals, copies, versions, strict=True):
+            now = owner._buffers.get(name)
+            is_kept = copy is not None and now is copy and version_of(copy) == version
+            # Writes to ``.data`` leave the version as it was.
+            if not (is_kept and torch.equal(copy, original)):
+                written.append(original)
+    return written
 
 
 def _globals_read(codes: Iterable[FunctionType]) -> set[tuple[int, str]]:
