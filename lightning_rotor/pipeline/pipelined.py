@@ -189,14 +189,17 @@ def _written_buffers(module: nn.Module, call: Call, device: torch.device) -> lis
     whole = Stage("", (module,))
     written = []
     with undisturbed(device), kept_attributes(whole), lent_buffers(whole) as originals, torch.no_grad():
-        copies = [owner._buffers[name] for owner, name, _ in originals]
-        versions = [None if copy is None else version_of(copy) for copy in copies]
+        copies = []
+        for owner, name, _ in originals:
+            copy = owner._buffers[name]
+            assert copy is not None
+            copies.append(copy)
+        versions = list(map(version_of, copies))
         module(*args, **kwargs)
         for (owner, name, original), copy, version in zip(originals, copies, versions, strict=True):
-            now = owner._buffers.get(name)
-            is_kept = copy is not None and now is copy and version_of(copy) == version
+            is_kept = owner._buffers.get(name) is copy
             # Writes to ``.data`` leave the version as it was.
-            if not (is_kept and torch.equal(copy, original)):
+            if not is_kept or version_of(copy) != version or not torch.equal(copy, original):
                 written.append(original)
     return written
 
