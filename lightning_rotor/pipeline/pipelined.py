@@ -84,8 +84,8 @@ def pipelined(
     plan = _partition(profile, chain, options, memory_bytes, kept, processes)
     pieces = [profile.stages[choice.first : choice.last + 1] for choice in plan.choices]
     _require_apart(pieces)
-    _require_no_written_buffers(model, module, call, pieces, processes.device)
     placement = Placement(model, module, pieces, processes)
+    _require_no_written_buffers(model, module, call, placement, processes.device)
     # Device d of D has the stages d, d + D, ...: those of ``interleaved`` go round.
     own_numbers = range(processes.rank, len(plan.choices), processes.size)
     parts = [_training_part(number, profile, chain, plan, options) for number in own_numbers]
@@ -154,20 +154,13 @@ def _require_no_written_buffers(
     model: nn.Module,
     module: nn.Module,
     call: Call,
-    pieces: Sequence[Sequence[Stage]],
+    placement: Placement,
     device: torch.device,
 ) -> None:
     """``PipelineError`` if stages of two parts use a buffer that a forward writes: each device would have its own."""
-    parts_by_buffer: dict[int, list[int]] = {}
-    for number, piece in enumerate(pieces):
-        for stage in piece:
-            for tensor in tensors_of(stage):
-                parts = parts_by_buffer.setdefault(id(tensor), [])
-                if number not in parts:
-                    parts.append(number)
     shared = {}
     for name, buffer in model.named_buffers():
-        parts = parts_by_buffer.get(id(buffer), [])
+        parts = placement.stages_of(buffer)
         if len(parts) > 1:
             shared[id(buffer)] = name, parts
     # Tables of angles, which blocks often share, are read alone. A forward shows which are written.
