@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from lightning_rotor import Checkpointable, ModelError
 from lightning_rotor.capture.graph_cut import GraphCut, cut_graph
 from lightning_rotor.capture.recorder import Recorder
-from lightning_rotor.capture.size_guards import _by_rule
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.schedule import Schedule
@@ -196,7 +195,7 @@ def test_modules_that_had_to_be_one_operation_are_so_at_once(monkeypatch: pytest
 def test_equal_layers_are_asked_once() -> None:
     def asks(x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
-            x = torch.sin(x * 2)  # there is no rule for its sizes
+            x = torch.erf(x * 2)  # there is no rule for its sizes
             if x.shape[1] > 100:
                 raise ValueError("too long")
         return x
@@ -212,7 +211,7 @@ def test_equal_layers_are_asked_once() -> None:
 
     with Runs():
         assert cut.bind((NINE[:, :7].contiguous(),), {}) is not None
-    assert runs.count("sin") == 1
+    assert runs.count("erf") == 1
     assert cut.bind((torch.randn(4, 101, 16),), {}) is None
 
 
@@ -388,41 +387,6 @@ def test_a_tensor_attribute_replaced_before_the_backward_is_the_one_that_the_for
         loss.backward()
         found.append([parameter.grad for parameter in net.parameters()])
     assert all(map(torch.equal, *found))
-
-
-RULES: list[tuple[Callable[..., torch.Tensor], tuple[Any, ...]]] = [
-    (F.linear, (torch.randn(3, 8), torch.randn(3))),
-    (F.linear, (torch.randn(3, 8),)),
-    (F.dropout, (0.1, True, False)),
-    (F.gelu, ()),
-    (F.layer_norm, ((8,), torch.randn(8), torch.randn(8))),
-    (F.relu, ()),
-    (F.silu, ()),
-    (torch.dropout, (0.1, True)),
-    (torch.tanh, ()),
-    (torch.sigmoid, ()),
-]
-
-
-@pytest.mark.parametrize(("operation", "rest"), RULES)
-def test_rules_of_sizes_say_what_operations_do(operation: Callable[..., torch.Tensor], rest: tuple[Any, ...]) -> None:
-    found = 0
-    for tensor in (torch.randn(2, 5, 8), torch.randn(4, 8), torch.randn(2, 8, 5).transpose(1, 2), torch.randn(1, 1, 8)):
-        stand_in = _by_rule(operation, (tensor.to("meta"), *rest), {})
-        if stand_in is not None:
-            result = operation(tensor, *rest)
-            assert (stand_in.shape, stand_in.stride(), stand_in.dtype) == (result.shape, result.stride(), result.dtype)
-            found += 1
-    assert found == 3  # of contiguous ones
-
-
-def test_there_is_no_rule_for_types_that_mix_nor_for_sizes_that_do_not_go_together() -> None:
-    tensor = torch.randn(2, 5, 8, device="meta")
-    assert _by_rule(F.linear, (tensor, torch.randn(3, 8).double()), {}) is None
-    assert _by_rule(F.linear, (tensor, torch.randn(3, 7)), {}) is None
-    assert _by_rule(torch.add, (tensor, tensor), {}) is None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert _by_rule(F.relu, (tensor,), {}) is None
 
 
 def test_a_smaller_call_than_one_with_much_room_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

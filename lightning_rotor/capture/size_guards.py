@@ -13,14 +13,13 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.node_facts import OWN, SIZE, is_constant, line_of
 from lightning_rotor.capture.recorded_checks import spell_value
+from lightning_rotor.capture.result_sizes import by_rule
 from lightning_rotor.devices import TRAINING
-from lightning_rotor.private.autocast import autocast_state
 from lightning_rotor.stages.wiring import packed
 
 Question: TypeAlias = tuple[fx.Node, Any]
@@ -237,54 +236,9 @@ class _OnMeta(TorchFunctionMode):
             raise NotImplementedError
         key = func, _look(args), _look(kwargs or {})
         if key not in self._results:
-            result = _by_rule(func, args, kwargs or {})
+            result = by_rule(func, args, kwargs or {})
             self._results[key] = _run_on_meta(func, args, kwargs) if result is None else result
         return self._results[key]
-
-
-# Operations whose result has the sizes of their first argument, but for the last one of ``linear``. On the meta device
-# torch takes them apart in Python: half a millisecond for each, where an empty tensor takes a hundredth.
-_LINEAR = frozenset({functional.linear})
-_KEEP_SIZES = frozenset(
-    {
-        functional.dropout, functional.gelu, functional.layer_norm, functional.relu, functional.silu, torch.dropout,
-        torch.layer_norm, torch.relu, torch.sigmoid, torch.tanh,
-    }
-)  # fmt: skip
-
-
-def _by_rule(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> torch.Tensor | None:
-    """A stand-in for the result of a frequent operation; None if there is no rule for such arguments.
-
-    Results of contiguous tensors are contiguous. Autocast would choose another type.
-    """
-    if not (func in _LINEAR or func in _KEEP_SIZES) or not args:
-        return None
-    tensor, *rest = args
-    # A subclass may have an operation of its own behind the name.
-    if type(tensor) is not torch.Tensor:
-        return None
-    if not tensor.is_meta or not tensor.is_contiguous():
-        return None
-    # Of two types, torch chooses the one of the result by rules that are not repeated here.
-    for argument in (*args, *kwargs.values()):
-        if isinstance(argument, torch.Tensor) and argument.dtype != tensor.dtype:
-            return None
-    if any(enabled for enabled, _ in autocast_state()):
-        return None
-    if func in _KEEP_SIZES:
-        return tensor.new_empty(tensor.shape)
-    weight = kwargs.get("weight", rest[0] if rest else None)
-    if weight is None or weight.dim() != 2 or tensor.dim() < 2:
-        return None
-    # Sizes that do not go together are an error, which torch's own operation raises.
-    if tensor.shape[-1] != weight.shape[1]:
-        return None
-    return tensor.new_empty((*tensor.shape[:-1], weight.shape[0]))
 
 
 def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

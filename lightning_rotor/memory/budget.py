@@ -15,7 +15,7 @@ from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.planning.outside import Foresight
-from lightning_rotor.planning.solver import cause_and_remedy
+from lightning_rotor.planning.solver import cause_and_remedy, plan_of_tables
 from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import format_bytes, hint_of_units
 
@@ -100,6 +100,11 @@ class Budget:
                 raise error from None
             raise self.refusal(error.minimum_bytes, error) from None
         return self._as_foreseen(fastest, slots)
+
+    def plan_of_tables(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan | None:
+        """The fastest plan within the budget, or None: for costs that are bounds, and measured if they leave no plan."""
+        fastest = plan_of_tables(chain, max(self.available_bytes, 1), slots=slots, **self.conditions)
+        return None if fastest is None else self._as_foreseen(fastest, slots)
 
     def _as_foreseen(self, fastest: Plan, slots: int) -> Plan:
         """The plan, or a smaller one if the step is foreseen to exceed the limit under it.

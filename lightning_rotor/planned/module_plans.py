@@ -55,8 +55,10 @@ from lightning_rotor.simulator import simulate
 from lightning_rotor.units import format_bytes, format_seconds, require_positive_integer
 
 _log = logging.getLogger(__name__)
-# One measurement serves at least so many sizes around it: each pays its part of the price.
-_SERVED = 16
+# The first measurements of a training pay for themselves soonest, as bounds from few sizes are rough: until all have
+# taken so many seconds, one is made for this share of its price. Later ones wait until steps have lost all of it.
+_FIRST_SECONDS = 5.0
+_FIRST_SHARE = 1 / 16
 # A measured overhead this far from the predicted one, as a share of it, leads to another plan; not if it is less than
 # the second share of a step, which noise is.
 _FAR_OFF = 0.05
@@ -418,15 +420,14 @@ class ModulePlans:
     ) -> Prepared:
         """A call under the plan of a larger size as it is."""
         turn = larger.turn
-        profile = for_call(larger.profile, signature)
-        costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
-        plan = replace(larger.plan, chain=profile.chain)
+        # Costs and plan say for which size they are: the larger one.
+        costs = Costs(larger.profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
         # What is used must not be forgotten before what is not: the sizes that it serves each have an entry, too.
         self.cache.use(larger.signature, turn)
         return self.use_plan(
             signature,
             costs,
-            plan,
+            larger.plan,
             lost_seconds=lost_seconds,
             executor=larger.shared_executor,
         )
@@ -471,18 +472,17 @@ class ModulePlans:
         elif larger is not None and not is_found:
             rough_seconds = rough_seconds_of(larger.plan)
             return self._under(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
-        if plan is None:
-            try:
-                plan = self._solve(profile, budget)
-            except BudgetError:
-                # Bounds may be too high where the truth fits, so it is measured. But the budget is 0 while other calls
-                # share the step: the least plan runs then, until a joint one follows.
-                if budget.available_bytes > 0:
-                    return None
-                outcome, _ = self._outcome(profile)
-                if not isinstance(outcome, Plan):
-                    return None
-                plan = outcome
+        if plan is None and budget.available_bytes > 0:
+            plan = self._solve_if_easy(profile, budget)
+            if plan is None:
+                # Bounds may be too high where the truth fits, so it is measured.
+                return None
+        elif plan is None:
+            # Other calls share the step: the least plan runs, until a joint one follows.
+            outcome, _ = self._outcome(profile)
+            if not isinstance(outcome, Plan):
+                return None
+            plan = outcome
         costs = Costs(profile, origin="bounds", rough_seconds=rough_seconds_of(plan))
         return self.use_plan(signature, costs, plan, lost_seconds=lost_seconds)
 
@@ -622,7 +622,8 @@ class ModulePlans:
                 raise ModelError(f"{name} cannot be measured stage by stage: {error}") from error
         seconds = time.perf_counter() - start
         self.measuring_seconds += seconds
-        self._measuring.price_seconds = seconds / _SERVED
+        share = _FIRST_SHARE if self.measuring_seconds < _FIRST_SECONDS else 1.0
+        self._measuring.price_seconds = share * seconds
         # The new costs may say more of calls whose costs are rough, too.
         rough = set()
         for other, entry in self.cache:
@@ -677,9 +678,20 @@ class ModulePlans:
     def _solve(self, profile: Profile, budget: Budget) -> Plan:
         with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
             plan = budget.plan(profile.chain, slots=self._settings.slots)
+        self._note_price(plan)
+        return plan
+
+    def _solve_if_easy(self, profile: Profile, budget: Budget) -> Plan | None:
+        """The plan, but for the one of least peak; None if there is none."""
+        with planning_progress(len(profile.chain), enabled=self._settings.show_progress):
+            plan = budget.plan_of_tables(profile.chain, slots=self._settings.slots)
+        if plan is not None:
+            self._note_price(plan)
+        return plan
+
+    def _note_price(self, plan: Plan) -> None:
         # The dearest so far: a search whose table was there already says nothing of the next one.
         self._searching.price_seconds = max(self._searching.price_seconds, plan.solve_seconds)
-        return plan
 
     def plan_again(self, signature: Signature, entry: Costs | Prepared) -> Prepared:
         """Plan anew for known costs, as all processes agree."""

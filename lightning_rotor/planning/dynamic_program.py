@@ -64,7 +64,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,8 +79,11 @@ from lightning_rotor.planning.kernels import FIRST, LEAST, NEVER, TAKEN, Integer
 _BLOCK = 16
 # Most threads: more wait for one another.
 _MOST_THREADS = 4
-# Least stages for compiled code: below, plain Python is faster than loading it.
+# Least stages for compiled code: for one shorter chain, plain Python is faster than loading it.
 _COMPILED_STAGES = 60
+# Seconds that loading compiled code takes. A process whose shorter chains have taken more in plain Python (there is
+# another one for each new length of sentences) will likely plan further ones, four times as fast in compiled code.
+_LOADING_SECONDS = 1.5
 # Seconds that the tables of a chain take in plain Python, as a multiple of its stages cubed.
 _PLAIN_SECONDS = 4e-6
 
@@ -87,6 +92,16 @@ def prepare_for(stages: int) -> None:
     """Tell that a chain of so many stages may be planned: what its tables need is made ready meanwhile."""
     if stages >= _COMPILED_STAGES:
         prepare()
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Seconds that plain loops have taken in this process."""
+
+    seconds: float = 0.0
+
+
+_spent = _Spent()
 
 
 class Table:
@@ -111,7 +126,7 @@ class Table:
         compiled_module = None
         if compiled:
             compiled_module = compiled_kernels()
-        elif compiled is None and self._stages >= _COMPILED_STAGES:
+        elif compiled is None and (self._stages >= _COMPILED_STAGES or _spent.seconds >= _LOADING_SECONDS):
             compiled_module = compiled_kernels(_PLAIN_SECONDS * self._stages**3)
         self.is_compiled = compiled_module is not None
         self._kernels: Any = compiled_module or kernels
@@ -122,6 +137,7 @@ class Table:
     def solve(self) -> None:
         """Fill the table, in compiled code block by block: those of a wave do not need each other."""
         top = self._stages - 1
+        begin = time.thread_time()
         if self.is_compiled:
             self._fill_in_waves(top)
         else:
@@ -129,6 +145,8 @@ class Table:
             self._fill((0, top), (0, top))
         # Apart from the others, since it is filled again for another floor.
         self._fill((top, self._stages), (0, self._stages))
+        if not self.is_compiled:
+            _spent.seconds += time.thread_time() - begin
 
     def _fill_in_waves(self, top: int) -> None:
         """Fill all columns before ``top``, in as many threads as there are cores."""

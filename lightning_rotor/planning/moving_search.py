@@ -38,10 +38,13 @@ class MovingSearch(ScheduleSearch):
         self._link = step.get("link")
         self._found: dict[int, Simulation | None] = {}
 
-    def fastest(self, budget_bytes: int) -> Simulation | None:
-        """The fastest schedule that fits; None if none does."""
+    def fastest(self, budget_bytes: int, *, with_least: bool = True) -> Simulation | None:
+        """The fastest schedule that fits; None if none does.
+
+        Without ``with_least``, and where nothing moves, the schedule of least peak is not looked for.
+        """
         if self._link is None:
-            return super().fastest(budget_bytes)
+            return super().fastest(budget_bytes, with_least=with_least)
         if budget_bytes not in self._found:
             self._found[budget_bytes] = self._fastest_over(self._link, budget_bytes)
         return self._found[budget_bytes]

@@ -58,8 +58,12 @@ class ScheduleSearch:
         self._judge: Callable[[Schedule], Simulation] = lru_cache(remembered)(judge)
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
-    def fastest(self, budget_bytes: int) -> Simulation | None:
-        """The fastest schedule that fits; None if none does."""
+    def fastest(self, budget_bytes: int, *, with_least: bool = True) -> Simulation | None:
+        """The fastest schedule that fits; None if none does.
+
+        Without ``with_least``, the schedule of least peak is not looked for, which takes most of the time where only
+        that one could fit.
+        """
         if self.keep_all.peak_bytes <= budget_bytes and no_schedule_is_faster(self.chain):
             # Saves the table, which takes seconds for a long chain.
             return self.keep_all
@@ -75,7 +79,7 @@ class ScheduleSearch:
         if self.keep_all.peak_bytes <= budget_bytes:
             fitting.append(self.keep_all)
         # The least peak is known after many simulations, so it is asked for only where it may be the answer.
-        if of_tables[0] is None or of_tables[0].peak_bytes <= self.close_bytes:
+        if with_least and (of_tables[0] is None or of_tables[0].peak_bytes <= self.close_bytes):
             smallest = self.smallest_of_tables
             if smallest.peak_bytes > budget_bytes:
                 return None

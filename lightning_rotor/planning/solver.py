@@ -50,6 +50,17 @@ def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step:
     return _solver_of(chain, slots, **step).plan(budget_bytes)
 
 
+def plan_of_tables(
+    chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]
+) -> Plan | None:
+    """The fastest plan that fits, or None; arguments as for :func:`plan`.
+
+    None does not say that nothing fits: the schedule of least peak is not looked for, which would take several times as
+    long. For costs that are bounds, which are measured if they leave no plan.
+    """
+    return _solver_of(chain, slots, **step).plan_of_tables(budget_bytes)
+
+
 def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
     """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
     return _solver_of(chain, slots, **step).minimum()
@@ -94,6 +105,12 @@ class Solver(MovingSearch):
             # With the least budget whatever was asked for, as users have to know it in either case.
             raise self._refusal(budget_bytes)
         return self._plan(simulation, budget_bytes, time.perf_counter() - start)
+
+    def plan_of_tables(self, budget_bytes: int) -> Plan | None:
+        """The fastest plan that fits, but for the one of least peak; None if there is none."""
+        start = time.perf_counter()
+        simulation = self.fastest(budget_bytes, with_least=False)
+        return None if simulation is None else self._plan(simulation, budget_bytes, time.perf_counter() - start)
 
     def minimum(self) -> Plan:
         """The plan with the least simulated peak, which is also its budget."""
