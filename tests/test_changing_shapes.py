@@ -162,9 +162,11 @@ def test_another_size_takes_a_known_schedule_until_a_search_pays(monkeypatch: py
     assert net.chain is not None
     limit = int(0.6 * simulate(net.chain, Schedule.keep_all(len(net.chain))).peak_bytes)
     net.compute_sequence(limit)
-    solve = ModulePlans._solve
+    solve = ModulePlans._solve_if_easy
     monkeypatch.setattr(
-        ModulePlans, "_solve", lambda plans, profile, budget: searched.append(1) or solve(plans, profile, budget)
+        ModulePlans,
+        "_solve_if_easy",
+        lambda plans, profile, budget: searched.append(1) or solve(plans, profile, budget),
     )
 
     def schedule_for(length: int, seconds: float) -> Schedule:

@@ -93,9 +93,9 @@ def test_where_all_fits_with_room_nothing_is_searched_or_measured_after_the_firs
     counts = {"searches": 0, "measurements": 0}
     search, measure = ScheduleSearch.fastest, ModulePlans.measure
 
-    def searching(self: Any, *args: Any) -> Any:
+    def searching(self: Any, *args: Any, **options: Any) -> Any:
         counts["searches"] += 1
-        return search(self, *args)
+        return search(self, *args, **options)
 
     def measuring(self: Any, *args: Any) -> Any:
         counts["measurements"] += 1

@@ -20,8 +20,9 @@ stages. Read in this order:
 - ``surroundings``: what the code could read outside of modules, how far (``reach``), by which names
   (``names_in_code``). Functions under ``functools.cache`` are ``memoized`` there.
 - ``guards``: whether a recording holds for a call. ``call``, ``ambient``, ``watch``, ``notes`` and ``size_guards`` are
-  its parts, ``copies`` how values are compared, ``module_facts`` the shorter way of a settled call. What a forward is
-  given and does not read (``unread_arguments``) may be anything.
+  its parts, ``result_sizes`` what the last one knows of frequent operations, ``copies`` how values are compared,
+  ``module_facts`` the shorter way of a settled call. What a forward is given and does not read
+  (``unread_arguments``) may be anything.
 - ``boundaries``, with ``names_of_stages`` and ``graph_stage`` (its code is text of ``source``), makes stages of a
   recording; ``differences`` compares two.
 - ``compiled`` is about modules that the user compiled; ``compiled_call`` makes one stage of one that was compiled as a

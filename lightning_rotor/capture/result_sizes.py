@@ -1,8 +1,8 @@
 """Sizes of the results of frequent operations, by rule and not by running them.
 
 Questions of a recording about sizes are asked again for each new size of input, on tensors of the meta device. There
-torch takes most operations apart in Python: 0.2 ms for an addition and 1.3 ms for attention, where an empty tensor takes
-two microseconds. A transformer of four layers would wait 10 ms for each new length.
+torch takes most operations apart in Python: 0.2 ms for an addition and 1.3 ms for attention, where an empty tensor
+takes two microseconds. A transformer of four layers would wait 10 ms for each new length.
 
 A rule's result has the type, sizes and strides of what torch makes on the meta device. Where that is not certain there
 is no rule, and the operation runs.
@@ -20,7 +20,7 @@ from lightning_rotor.private.autocast import autocast_state
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """A tensor of the meta device with the sizes of an operation's result; None if there is no rule for the arguments."""
+    """A tensor of the meta device with the sizes of an operation's result; None if there is no rule for that."""
     rule = _RULES.get(func)
     if rule is None or not args:
         return None

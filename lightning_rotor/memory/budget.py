@@ -102,7 +102,7 @@ class Budget:
         return self._as_foreseen(fastest, slots)
 
     def plan_of_tables(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan | None:
-        """The fastest plan within the budget, or None: for costs that are bounds, and measured if they leave no plan."""
+        """The fastest plan within the budget, or None: for bounds of costs, which are measured if they leave none."""
         fastest = plan_of_tables(chain, max(self.available_bytes, 1), slots=slots, **self.conditions)
         return None if fastest is None else self._as_foreseen(fastest, slots)
 

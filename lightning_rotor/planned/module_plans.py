@@ -420,14 +420,15 @@ class ModulePlans:
     ) -> Prepared:
         """A call under the plan of a larger size as it is."""
         turn = larger.turn
-        # Costs and plan say for which size they are: the larger one.
-        costs = Costs(larger.profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
+        profile = for_call(larger.profile, signature)
+        costs = Costs(profile, turn=turn, origin="larger size", rough_seconds=rough_seconds)
+        plan = replace(larger.plan, chain=profile.chain)
         # What is used must not be forgotten before what is not: the sizes that it serves each have an entry, too.
         self.cache.use(larger.signature, turn)
         return self.use_plan(
             signature,
             costs,
-            larger.plan,
+            plan,
             lost_seconds=lost_seconds,
             executor=larger.shared_executor,
         )

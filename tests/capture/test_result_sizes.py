@@ -97,7 +97,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] =
     "in place": (F.relu, (meta(2, 8),), {"inplace": True}),
     "a subclass": (F.relu, (meta(2, 8).as_subclass(Labelled),), {}),
     "places of a choice": (torch.where, (meta(2, dtype=torch.bool),), {}),
-    "heads that are shared": (F.scaled_dot_product_attention, (HEADS, HEADS[:, :2], HEADS[:, :2]), {"enable_gqa": True}),
+    "heads that are shared": (
+        F.scaled_dot_product_attention,
+        (HEADS, HEADS[:, :2], HEADS[:, :2]),
+        {"enable_gqa": True},
+    ),
     "a mask that does not go together": (F.scaled_dot_product_attention, (HEADS, HEADS, HEADS, meta(3, 10)), {}),
     "another operation": (torch.cumsum, (meta(2, 8), 0), {}),
 }

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_rotor.chain import Chain
+from lightning_rotor.planning import dynamic_program
 from lightning_rotor.planning.backtracking import schedule_at
 from lightning_rotor.planning.dynamic_program import Table
 from lightning_rotor.planning.requirements import requirements_of
@@ -95,10 +97,32 @@ def test_threads_and_blocks_make_no_difference(
     assert_same_tables(compiled, plain, every=5)
 
 
-def test_short_chains_do_not_wait_for_compiled_code() -> None:
+@pytest.fixture
+def spent(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Seconds of plain loops in this process: so far none."""
+    fresh = type(dynamic_program._spent)()
+    monkeypatch.setattr(dynamic_program, "_spent", fresh)
+    return fresh
+
+
+def test_short_chains_do_not_wait_for_compiled_code(spent: Any) -> None:
     for stages, is_compiled in ((20, False), (150, True)):
         requirements = requirements_of(random_chain(random.Random(1), stages, "cnn"), unit=1e6)
         assert Table(requirements, slots=500).is_compiled is is_compiled
+
+
+def test_short_chains_get_compiled_code_once_plain_loops_have_taken_as_long_as_loading_it(spent: Any) -> None:
+    requirements = requirements_of(random_chain(random.Random(1), 20, "cnn"), unit=1e6)
+    plain = Table(requirements, slots=500)
+    plain.solve()
+    assert not plain.is_compiled
+    assert spent.seconds > 0
+    spent.seconds = dynamic_program._LOADING_SECONDS
+    compiled = Table(requirements, slots=500)
+    compiled.solve()
+    assert compiled.is_compiled
+    assert spent.seconds == dynamic_program._LOADING_SECONDS  # of plain loops alone
+    np.testing.assert_array_equal(plain.seconds, compiled.seconds)
 
 
 @settings(max_examples=examples(10, 20), deadline=None)

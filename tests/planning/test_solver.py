@@ -16,6 +16,7 @@ from lightning_rotor.chain import Chain, Option, StageCost
 from lightning_rotor.errors import BudgetError, RotorError
 from lightning_rotor.planning import Solver, fine_slots, minimum_budget, plan, schedule_search
 from lightning_rotor.planning.edits import edits
+from lightning_rotor.planning.solver import plan_of_tables
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation, simulate
@@ -398,3 +399,19 @@ def test_baselines_look_as_documented() -> None:
 def test_baselines_keep_what_must_be_kept(chain: Chain) -> None:
     for schedule in baselines(chain).values():
         simulate(chain, schedule)  # raises if it recomputes such a stage
+
+
+@settings(max_examples=examples(10, 40), deadline=None)
+@given(chains())
+def test_a_plan_of_the_tables_fits_and_is_missing_only_where_the_least_peak_is_asked_for(chain: Chain) -> None:
+    least, most = minimum_budget(chain).peak_bytes, plan(chain, 10**15).peak_bytes
+    assert plan_of_tables(chain, least - 1) is None
+    for budget_bytes in (least, (least + most) // 2, most):
+        found = plan_of_tables(chain, budget_bytes)
+        if found is None:
+            # Only the schedule of least peak fits.
+            assert plan(chain, budget_bytes).peak_bytes == least
+        else:
+            assert found.peak_bytes <= budget_bytes
+            assert found.seconds >= plan(chain, budget_bytes).seconds
+    assert plan_of_tables(chain, most) is not None
