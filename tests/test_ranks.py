@@ -126,8 +126,10 @@ def test_ranks_that_communicate_run_one_plan(runs: Seen, case: str) -> None:
 @pytest.mark.parametrize("case", ["ddp", "unused", "static", "views"])
 def test_the_limit_holds_on_each_rank_with_the_buckets_of_ddp(runs: Seen, case: str) -> None:
     for seen in runs:
-        assert 0.8 * LIMIT < seen[case]["peak"] <= LIMIT
-        assert seen[case]["measured"] <= LIMIT
+        # What the callback measured beside it, and under which plans, if it ever exceeds.
+        history = [seen[case][name] for name in ("late", "measured_at", "schedules")]
+        assert 0.8 * LIMIT < seen[case]["peak"] <= LIMIT, history
+        assert seen[case]["measured"] <= LIMIT, history
 
 
 def test_units_are_inside_the_limit_with_all_messages(runs: Seen) -> None:
