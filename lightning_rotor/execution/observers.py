@@ -18,10 +18,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import is_made_of_others, plain_parts, tensors_in
+from lightning_rotor.private.values import is_made_of_others, plain_parts, same_bits, tensors_in
 from lightning_rotor.stages.containers import length_of
 from lightning_rotor.stages.known_layers import has_own_code
-from lightning_rotor.stages.snapshot import Snapshot
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+
+_WAYS_AROUND_VERSIONS = frozenset(("data", "numpy", "asarray", "from_dlpack", "data_ptr", "set_"))
+"""Names in code that writes to tensors without their versions."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Registered(NamedTuple):
@@ -140,7 +144,7 @@ class _Watched:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook."""
-        looks = self._looks_of(arguments)
+        looks, unseen = self._looks_of(arguments), self._values_of(arguments)
         marks = _marks_on(arguments[0])
         tensors = tensors_in(arguments)
         # Whoever keeps a tensor holds a reference to it.
@@ -149,6 +153,8 @@ class _Watched:
         result = self._call(*arguments)
         # Once it has done something it stays so: a module may be called several times in one pass.
         self.acted = self.acted or result is not None or looks != self._looks_of(arguments)
+        # Comparing values takes longer, so it comes last.
+        self.acted = self.acted or not all(map(_is_as_it_was, unseen))
         self.marked = self.marked or marks != _marks_on(arguments[0])
         self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
         return result
@@ -163,6 +169,25 @@ class _Watched:
                     looks.append((id(buffer), 0 if buffer.is_inference() else private.version_of(buffer), False))
         return looks
 
+    def _values_of(self, arguments: Iterable[Any]) -> list[tuple[torch.Tensor, Any]]:
+        """Tensors that the hook may write to without a version that tells, and what stands in them.
+
+        A write by ``buffer.data`` or NumPy is of that kind. Comparing values makes a GPU wait, so that only those are
+        looked at which the hook can get hold of: buffers of its own module; those of others if it has an object or a
+        closure; and what it was given if its code names such a way.
+        """
+        hook, module = self.innermost, self.module
+        code = getattr(hook, "__code__", None)
+        tables = [] if module is None else [module._buffers]
+        if code is None or code.co_freevars or hasattr(hook, "__self__"):
+            tables = [*self._tables_of_buffers]
+        tensors: list[torch.Tensor] = []
+        if code is None or not _WAYS_AROUND_VERSIONS.isdisjoint(code.co_names):
+            tables = [*self._tables_of_buffers]
+            tensors = tensors_in(tuple(arguments))
+        buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
+        return [(tensor, _value_of(tensor)) for tensor in (*buffers, *tensors) if _is_comparable(tensor)]
+
     def _call(self, *arguments: Any) -> Any:
         hooks = private.hooks_for_saved_tensors()
         if hooks is None:
@@ -176,6 +201,29 @@ class _Watched:
 
         with saved_tensors_hooks(note, unpack):
             return self.hook(*arguments)
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """True if the values of a tensor can be asked for, which those of tensors made of others cannot."""
+    return not is_made_of_others(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _value_of(tensor: torch.Tensor) -> Any:
+    """A copy of a small tensor; of a larger one a value that changes with its content, as a copy would take memory."""
+    tensor = tensor.detach()
+    if tensor.nbytes <= SMALL_BYTES:
+        return tensor.clone()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # By bits, so that NaNs count, and by value, as changes of the sign of all could cancel in the bits.
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    return torch.stack([bits.sum().double(), tensor.sum(dtype=torch.float64).nan_to_num()])
+
+
+def _is_as_it_was(before: tuple[torch.Tensor, Any]) -> bool:
+    tensor, value = before
+    now = _value_of(tensor)
+    return now.shape == value.shape and same_bits(now, value)
 
 
 def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:

@@ -113,6 +113,44 @@ def test_rule_8_hooks_that_only_look_are_left_out() -> None:
     assert len(module._forward_hooks) == 2
 
 
+def _by_data(module: Any, inputs: Any) -> None:
+    module.mean.data.copy_(inputs[0].mean())
+
+
+def _by_numpy(module: Any, inputs: Any) -> None:
+    module.mean.numpy()[:] = float(inputs[0].mean())
+
+
+def _into_the_input(_module: Any, inputs: Any) -> None:
+    inputs[0].data.neg_()
+
+
+class Writer:
+    """A hook that writes in another method."""
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Write to a buffer of the module."""
+        self.write(module.mean, float(inputs[0].mean()))
+
+    def write(self, buffer: torch.Tensor, value: float) -> None:
+        """Write to a buffer."""
+        buffer.data.fill_(value)
+
+
+@pytest.mark.parametrize("size", [1, 40_000])
+@pytest.mark.parametrize("hook", [_by_data, _by_numpy, Writer(), _into_the_input])
+def test_rule_8_a_hook_that_writes_without_a_version_does_not_only_look(hook: Any, size: int) -> None:
+    module = Average()
+    module.mean = torch.zeros(size)
+    looking = module.register_forward_pre_hook(lambda *_: None)
+    writing = module.register_forward_pre_hook(hook)
+    module_input = torch.arange(float(size)) + 1
+    first_pass, _ = passed(module, module_input)
+    with first_pass.replayed():
+        assert writing.id in module._forward_pre_hooks
+        assert looking.id not in module._forward_pre_hooks
+
+
 def test_a_hook_that_keeps_what_its_module_may_read_is_no_observer() -> None:
     module: Any = nn.Sequential(Average())
     kept: list[torch.Tensor] = []
