@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import gt
 from sys import getrefcount
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -172,21 +173,15 @@ class _Watched:
     def _values_of(self, arguments: Iterable[Any]) -> list[tuple[torch.Tensor, Any]]:
         """Tensors that the hook may write to without a version that tells, and what stands in them.
 
-        A write by ``buffer.data`` or NumPy is of that kind. Comparing values makes a GPU wait, so that only those are
-        looked at which the hook can get hold of: buffers of its own module; those of others if it has an object or a
-        closure; and what it was given if its code names such a way.
+        A write by ``buffer.data`` or NumPy is of that kind. To compare values takes memory and makes a GPU wait, and
+        most hooks only look. So it is done where the code of the hook names such a way.
         """
-        hook, module = self.innermost, self.module
-        code = getattr(hook, "__code__", None)
-        tables = [] if module is None else [module._buffers]
-        if code is None or code.co_freevars or hasattr(hook, "__self__"):
-            tables = [*self._tables_of_buffers]
-        tensors: list[torch.Tensor] = []
-        if code is None or not _WAYS_AROUND_VERSIONS.isdisjoint(code.co_names):
-            tables = [*self._tables_of_buffers]
-            tensors = tensors_in(tuple(arguments))
-        buffers = [buffer for table in tables for buffer in table.values() if buffer is not None]
-        return [(tensor, _value_of(tensor)) for tensor in (*buffers, *tensors) if _is_comparable(tensor)]
+        if not _goes_around_versions(self.innermost):
+            return []
+        tensors = tensors_in(tuple(arguments))
+        for table in self._tables_of_buffers:
+            tensors += [buffer for buffer in table.values() if buffer is not None]
+        return [(tensor, _value_of(tensor)) for tensor in tensors if _is_comparable(tensor)]
 
     def _call(self, *arguments: Any) -> Any:
         hooks = private.hooks_for_saved_tensors()
@@ -201,6 +196,18 @@ class _Watched:
 
         with saved_tensors_hooks(note, unpack):
             return self.hook(*arguments)
+
+
+def _goes_around_versions(hook: Any) -> bool:
+    """True if the code of a hook, or of its object's class, names a way to write to tensors without their versions."""
+    functions = [hook.__func__] if isinstance(hook, MethodType) else [hook]
+    if not isinstance(hook, FunctionType):
+        # Another method may write for it.
+        functions += vars(type(hook.__self__ if isinstance(hook, MethodType) else hook)).values()
+    for function in functions:
+        if isinstance(function, FunctionType) and not _WAYS_AROUND_VERSIONS.isdisjoint(function.__code__.co_names):
+            return True
+    return False
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:

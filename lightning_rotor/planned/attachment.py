@@ -74,11 +74,6 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
 
     What ``torch.compile(module.forward)`` has returned may stand there. It comes back with :func:`detach`.
     """
-    if _KEY not in module.__dict__ and hasattr(module, _KEY):
-        raise ModelError(
-            f"this {type(module).__name__} has a parameter, buffer, submodule or attribute named {_KEY!r}: expected "
-            "another name, as the library keeps what is its own under this one"
-        )
     is_replaced = "forward" in module.__dict__
     # The forward of a copy may stay, and is replaced again.
     is_ours = _KEY in module.__dict__ and not is_attached(module)

@@ -81,15 +81,6 @@ def test_a_forward_that_somebody_else_has_replaced_is_not_touched() -> None:
     assert module(3) == 3
 
 
-def test_a_parameter_of_the_librarys_own_name_is_not_hidden() -> None:
-    module = Scaled()
-    module.register_parameter("_lightning_rotor", nn.Parameter(torch.ones(3)))
-    with pytest.raises(ModelError, match="has a parameter, buffer, submodule or attribute named '_lightning_rotor'"):
-        attach(module, Doubled())
-    assert module._lightning_rotor is dict(module.named_parameters())["_lightning_rotor"]
-    assert torch.equal(module(torch.ones(3)), torch.ones(3))
-
-
 def test_detaching_names_whose_forward_goes() -> None:
     module, mine, other = Scaled(), Doubled(), Doubled()
     attach(module, mine)
