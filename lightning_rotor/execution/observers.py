@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import gt
 from sys import getrefcount
 from types import FunctionType, MethodType
@@ -199,15 +200,28 @@ class _Watched:
 
 
 def _goes_around_versions(hook: Any) -> bool:
-    """True if the code of a hook, or of its object's class, names a way to write to tensors without their versions."""
-    functions = [hook.__func__] if isinstance(hook, MethodType) else [hook]
-    if not isinstance(hook, FunctionType):
-        # Another method may write for it.
-        functions += vars(type(hook.__self__ if isinstance(hook, MethodType) else hook)).values()
-    for function in functions:
-        if isinstance(function, FunctionType) and not _WAYS_AROUND_VERSIONS.isdisjoint(function.__code__.co_names):
+    """True if code that a hook may run names a way to write to tensors without their versions."""
+    for function in _functions_of(hook):
+        if not _WAYS_AROUND_VERSIONS.isdisjoint(function.__code__.co_names):
             return True
     return False
+
+
+def _functions_of(hook: Any) -> list[FunctionType]:
+    """A hook's own function, functions that it names, and methods of the objects that it holds: one step far."""
+    holders = [hook.__self__, hook.__func__] if isinstance(hook, MethodType) else [hook]
+    own = holders[-1]
+    if isinstance(own, FunctionType):
+        for cell in own.__closure__ or ():
+            # Of a variable that was deleted it is empty.
+            with suppress(ValueError):
+                holders.append(cell.cell_contents)
+        holders += map(own.__globals__.get, own.__code__.co_names)
+    functions = []
+    for holder in holders:
+        values = [holder] if isinstance(holder, FunctionType) else vars(type(holder)).values()
+        functions += [value for value in values if isinstance(value, FunctionType)]
+    return functions
 
 
 def _is_comparable(tensor: torch.Tensor) -> bool:

@@ -137,8 +137,19 @@ class Writer:
         buffer.data.fill_(value)
 
 
+WRITER = Writer()
+
+
+def _by_another_function(module: Any, inputs: Any) -> None:
+    _by_data(module, inputs)
+
+
 @pytest.mark.parametrize("size", [1, 40_000])
-@pytest.mark.parametrize("hook", [_by_data, _by_numpy, Writer(), _into_the_input])
+@pytest.mark.parametrize(
+    "hook",
+    [_by_data, _by_numpy, WRITER, WRITER.__call__, _into_the_input, _by_another_function],
+    ids=["data", "numpy", "object", "method", "input", "function"],
+)
 def test_rule_8_a_hook_that_writes_without_a_version_does_not_only_look(hook: Any, size: int) -> None:
     module = Average()
     module.mean = torch.zeros(size)
@@ -258,3 +269,13 @@ def test_a_call_waits_for_its_backward() -> None:
     assert (pending.waits, heard) == (False, [1, 1])
     del pending, output
     assert reference() is None
+
+
+def test_rule_8_a_hook_that_writes_by_an_object_it_holds_does_not_only_look() -> None:
+    module, holder = Average(), Writer()
+    writing = module.register_forward_pre_hook(
+        lambda module, inputs: holder.write(module.mean, float(inputs[0].mean()))
+    )
+    first_pass, _ = passed(module, torch.tensor([3.0]))
+    with first_pass.replayed():
+        assert writing.id in module._forward_pre_hooks
