@@ -56,12 +56,13 @@ class Call:
             # There is a container, or an object of a class that may be registered as one.
             flat, spec = flatten((tuple(args), dict(kwargs)))
             structure = str(spec)
-        # Lists in the place of generators: this runs at every call, and they take less time.
-        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        # Lists in the place of generators: this runs at every call, and they take less time. By type() all over this
+        # file: isinstance asks an object for its class, where a dead proxy raises.
+        tensors = [leaf for leaf in flat if issubclass(type(leaf), torch.Tensor)]
         # None for an attribute that is gone, which the watch of modules tells.
         others = [owner.__dict__.get(name) for owner, name in attributes]
         key = (len(args), *kwargs), structure, tuple(map(_spelled, flat))
-        leaves = tuple([None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat])
+        leaves = tuple([None if issubclass(type(leaf), torch.Tensor) else leaf for leaf in flat])
         call = cls(module, (*tensors, *others), key, leaves, attributes, spec, tuple(kwargs))
         # Without a container, every leaf is of a type that is known to hide nothing.
         if spec is not None:
@@ -71,7 +72,7 @@ class Call:
     def _require_constants(self) -> None:
         """Raise ``ModelError`` if a leaf is of a type that may hide tensors."""
         for number, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, CONSTANTS):
+            if not issubclass(type(leaf), CONSTANTS):
                 raise ModelError(
                     f"the forward of {type(self.module).__name__} takes {type(leaf).__name__} as "
                     f"{self._paths()[number]}: expected tensors and plain values, or tuples, lists, "
@@ -141,10 +142,10 @@ def firsts_of(values: Sequence[Any]) -> tuple[int, ...]:
 
 def _spelled(leaf: Any) -> Any:
     """A leaf in a key: equal and hashable for leaves that code cannot tell apart."""
-    if isinstance(leaf, torch.Tensor):
-        return torch.Tensor
     kind = type(leaf)
-    if isinstance(leaf, float):
+    if issubclass(kind, torch.Tensor):
+        return torch.Tensor
+    if issubclass(kind, float):
         # NaN is unequal to itself, and 0.0 equal to -0.0.
         return kind, float.__repr__(leaf)
     if kind is slice:
@@ -152,7 +153,7 @@ def _spelled(leaf: Any) -> Any:
         return kind, repr(leaf)
     for base in (str, int, bytes):
         # A class of the user's may compare as it likes. Members of an enum are there once each.
-        if isinstance(leaf, base) and kind is not base and not isinstance(leaf, enum.Enum):
+        if issubclass(kind, base) and kind is not base and not issubclass(kind, enum.Enum):
             return kind, base.__repr__(leaf)
     return kind, leaf
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import gt
 from sys import getrefcount
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +20,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import is_made_of_others, plain_parts, tensors_in
+from lightning_rotor.private.values import is_made_of_others, plain_parts, same_bits, tensors_in
 from lightning_rotor.stages.containers import length_of
 from lightning_rotor.stages.known_layers import has_own_code
-from lightning_rotor.stages.snapshot import Snapshot
+from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
+
+_WAYS_AROUND_VERSIONS = frozenset(("data", "numpy", "asarray", "from_dlpack", "data_ptr", "set_"))
+"""Names in code that writes to tensors without their versions."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Registered(NamedTuple):
@@ -140,7 +146,7 @@ class _Watched:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the hook."""
-        looks = self._looks_of(arguments)
+        looks, unseen = self._looks_of(arguments), self._values_of(arguments)
         marks = _marks_on(arguments[0])
         tensors = tensors_in(arguments)
         # Whoever keeps a tensor holds a reference to it.
@@ -149,6 +155,8 @@ class _Watched:
         result = self._call(*arguments)
         # Once it has done something it stays so: a module may be called several times in one pass.
         self.acted = self.acted or result is not None or looks != self._looks_of(arguments)
+        # Comparing values takes longer, so it comes last.
+        self.acted = self.acted or not all(map(_is_as_it_was, unseen))
         self.marked = self.marked or marks != _marks_on(arguments[0])
         self.kept = self.kept or any(map(gt, map(getrefcount, tensors), holders))
         return result
@@ -163,6 +171,19 @@ class _Watched:
                     looks.append((id(buffer), 0 if buffer.is_inference() else private.version_of(buffer), False))
         return looks
 
+    def _values_of(self, arguments: Iterable[Any]) -> list[tuple[torch.Tensor, Any]]:
+        """Tensors that the hook may write to without a version that tells, and what stands in them.
+
+        A write by ``buffer.data`` or NumPy is of that kind. To compare values takes memory and makes a GPU wait, and
+        most hooks only look. So it is done where the code of the hook names such a way.
+        """
+        if not _goes_around_versions(self.innermost):
+            return []
+        tensors = tensors_in(tuple(arguments))
+        for table in self._tables_of_buffers:
+            tensors += [buffer for buffer in table.values() if buffer is not None]
+        return [(tensor, _value_of(tensor)) for tensor in tensors if _is_comparable(tensor)]
+
     def _call(self, *arguments: Any) -> Any:
         hooks = private.hooks_for_saved_tensors()
         if hooks is None:
@@ -176,6 +197,54 @@ class _Watched:
 
         with saved_tensors_hooks(note, unpack):
             return self.hook(*arguments)
+
+
+def _goes_around_versions(hook: Any) -> bool:
+    """True if code that a hook may run names a way to write to tensors without their versions."""
+    for function in _functions_of(hook):
+        if not _WAYS_AROUND_VERSIONS.isdisjoint(function.__code__.co_names):
+            return True
+    return False
+
+
+def _functions_of(hook: Any) -> list[FunctionType]:
+    """A hook's own function, functions that it names, and methods of the objects that it holds: one step far."""
+    holders = [hook.__self__, hook.__func__] if isinstance(hook, MethodType) else [hook]
+    own = holders[-1]
+    if isinstance(own, FunctionType):
+        for cell in own.__closure__ or ():
+            # Of a variable that was deleted it is empty.
+            with suppress(ValueError):
+                holders.append(cell.cell_contents)
+        holders += map(own.__globals__.get, own.__code__.co_names)
+    functions = []
+    for holder in holders:
+        values = [holder] if isinstance(holder, FunctionType) else vars(type(holder)).values()
+        functions += [value for value in values if isinstance(value, FunctionType)]
+    return functions
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """True if the values of a tensor can be asked for, which those of tensors made of others cannot."""
+    return not is_made_of_others(tensor) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _value_of(tensor: torch.Tensor) -> Any:
+    """A copy of a small tensor; of a larger one a value that changes with its content, as a copy would take memory."""
+    tensor = tensor.detach()
+    if tensor.nbytes <= SMALL_BYTES:
+        return tensor.clone()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    # By bits, so that NaNs count, and by value, as changes of the sign of all could cancel in the bits.
+    bits = tensor.view(_INTEGERS[tensor.element_size()])
+    return torch.stack([bits.sum().double(), tensor.sum(dtype=torch.float64).nan_to_num()])
+
+
+def _is_as_it_was(before: tuple[torch.Tensor, Any]) -> bool:
+    tensor, value = before
+    now = _value_of(tensor)
+    return now.shape == value.shape and same_bits(now, value)
 
 
 def _marks_on(module: nn.Module) -> list[tuple[str, int, int]]:

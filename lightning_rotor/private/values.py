@@ -53,7 +53,8 @@ __all__ = [
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nesting that torch's pytree knows."""
-    return [leaf for leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    # By type(): isinstance asks an object for its class, where a dead proxy raises.
+    return [leaf for leaf in flatten(value)[0] if issubclass(type(leaf), torch.Tensor)]
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
+from lightning_rotor import Checkpointable
 from lightning_rotor.capture.ambient import ambient
 from lightning_rotor.capture.call import Call, firsts_of
 from lightning_rotor.capture.guards import CallGuards
@@ -103,6 +105,17 @@ def test_the_change_of_autocast_is_told_by_device() -> None:
 def test_an_argument_that_may_hide_tensors_is_refused_by_its_place() -> None:
     with pytest.raises(ModelError, match=r"takes object as 'y'\[1\]: expected tensors and plain values"):
         Call.of(Net(), (X, [1, object()]), {})
+
+
+def test_an_argument_that_refuses_to_tell_its_class_is_refused_by_its_place() -> None:
+    class Held:
+        pass
+
+    dead = weakref.proxy(Held())  # nobody else holds it
+    with pytest.raises(ModelError, match=r"takes \w+ as 'y': expected tensors and plain values"):
+        Call.of(Net(), (X, dead), {})
+    with pytest.raises(ModelError, match=r"takes \w+ as 'y'"):
+        Checkpointable(Net(), mem_limit="1MiB", show_progress=False)(X, dead)
 
 
 def test_the_arguments_of_a_call_are_put_together_again() -> None:

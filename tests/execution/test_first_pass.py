@@ -113,6 +113,55 @@ def test_rule_8_hooks_that_only_look_are_left_out() -> None:
     assert len(module._forward_hooks) == 2
 
 
+def _by_data(module: Any, inputs: Any) -> None:
+    module.mean.data.copy_(inputs[0].mean())
+
+
+def _by_numpy(module: Any, inputs: Any) -> None:
+    module.mean.numpy()[:] = float(inputs[0].mean())
+
+
+def _into_the_input(_module: Any, inputs: Any) -> None:
+    inputs[0].data.neg_()
+
+
+class Writer:
+    """A hook that writes in another method."""
+
+    def __call__(self, module: Any, inputs: Any) -> None:
+        """Write to a buffer of the module."""
+        self.write(module.mean, float(inputs[0].mean()))
+
+    def write(self, buffer: torch.Tensor, value: float) -> None:
+        """Write to a buffer."""
+        buffer.data.fill_(value)
+
+
+WRITER = Writer()
+
+
+def _by_another_function(module: Any, inputs: Any) -> None:
+    _by_data(module, inputs)
+
+
+@pytest.mark.parametrize("size", [1, 40_000])
+@pytest.mark.parametrize(
+    "hook",
+    [_by_data, _by_numpy, WRITER, WRITER.__call__, _into_the_input, _by_another_function],
+    ids=["data", "numpy", "object", "method", "input", "function"],
+)
+def test_rule_8_a_hook_that_writes_without_a_version_does_not_only_look(hook: Any, size: int) -> None:
+    module = Average()
+    module.mean = torch.zeros(size)
+    looking = module.register_forward_pre_hook(lambda *_: None)
+    writing = module.register_forward_pre_hook(hook)
+    module_input = torch.arange(float(size)) + 1
+    first_pass, _ = passed(module, module_input)
+    with first_pass.replayed():
+        assert writing.id in module._forward_pre_hooks
+        assert looking.id not in module._forward_pre_hooks
+
+
 def test_a_hook_that_keeps_what_its_module_may_read_is_no_observer() -> None:
     module: Any = nn.Sequential(Average())
     kept: list[torch.Tensor] = []
@@ -220,3 +269,13 @@ def test_a_call_waits_for_its_backward() -> None:
     assert (pending.waits, heard) == (False, [1, 1])
     del pending, output
     assert reference() is None
+
+
+def test_rule_8_a_hook_that_writes_by_an_object_it_holds_does_not_only_look() -> None:
+    module, holder = Average(), Writer()
+    writing = module.register_forward_pre_hook(
+        lambda module, inputs: holder.write(module.mean, float(inputs[0].mean()))
+    )
+    first_pass, _ = passed(module, torch.tensor([3.0]))
+    with first_pass.replayed():
+        assert writing.id in module._forward_pre_hooks
