@@ -42,6 +42,9 @@ _MOST_SECONDS = 120.0
 _POLL_SECONDS = 0.05
 # Least urgent of all: it disturbs no measurement, and gets a core as soon as there is an idle one.
 _NICENESS = 19
+# Address space that must be left: Numba, LLVM and the loops' code map 309 MiB. With less, loading has failed with
+# OSError and MemoryError, and with 250 MiB it has never ended.
+_ADDRESS_SPACE_BYTES = 512 * 2**20
 
 # Runs without this package, whose import takes seconds, and looks for modules where this process does and nowhere else.
 # The first process ends once it has the lock; a child of it keeps the lock and compiles, so nobody has to wait for it.
@@ -107,10 +110,12 @@ def compiled_kernels(patience_seconds: float = math.inf) -> ModuleType | None:
 @cache
 def _decorated() -> ModuleType | None:
     """The module whose functions Numba compiles when they are first called, unless it finds their code in its cache."""
+    if not _has_address_space():
+        return None
     try:
         import numba
-    except ImportError as error:
-        # Numba raises it, too, if it is too old for NumPy.
+    except (ImportError, OSError) as error:
+        # Numba raises an ImportError, too, if it is too old for NumPy; llvmlite an OSError if its library does not load.
         _log.debug("long chains are planned without compilation: %s", error)
         return None
     # It would run loops over slots in Python, which take far longer.
@@ -130,6 +135,23 @@ def _decorated() -> ModuleType | None:
         _log.info("long chains are planned without compilation, for Numba cannot keep compiled code: %s", error)
         return None
     return module
+
+
+def _has_address_space() -> bool:
+    """True unless the system has set this process a limit (``ulimit -v``) that leaves too little for loading."""
+    if util.find_spec("resource") is None:
+        return True
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return True
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        # Not Linux: whether the limit is enforced differs.
+        return True
+    return limit - pages * resource.getpagesize() >= _ADDRESS_SPACE_BYTES
 
 
 @cache

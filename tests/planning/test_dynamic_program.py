@@ -137,9 +137,11 @@ def test_a_floor_leaves_so_much_memory_when_the_last_stage_is_kept(chain: Chain,
     np.testing.assert_array_equal(table.seconds, free.seconds)
 
 
-# One process in three situations: without Numba, with it switched off, and with no cache beside the package and none in the user's directory.
+# One process in five situations: without Numba, with a library of it that does not load, with too little address space
+# for it, with it switched off, and with no cache beside the package and none in the user's directory.
 SCRIPT = """
-import random, sys
+import random, resource, sys
+from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmarks.random_chains import random_chain
 from lightning_rotor.planning import compilation
@@ -156,6 +158,23 @@ def show():
 sys.modules["numba"] = None
 show()
 del sys.modules["numba"]
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "llvmlite":
+            raise OSError("Could not find/load shared object file 'libllvmlite.so'")
+
+sys.meta_path.insert(0, Broken())
+show()
+del sys.meta_path[0]
+for name in [name for name in sys.modules if name.partition(".")[0] == "numba"]:
+    del sys.modules[name]
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (taken + 200 * 2**20, most))
+show()
+assert "numba" not in sys.modules
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
 import numba
 assert numba.config.DISABLE_JIT
 show()
@@ -165,6 +184,7 @@ show()
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs RLIMIT_AS and /proc")
 def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
     requirements = requirements_of(random_chain(random.Random(3), 20, "cnn", grain=4099), unit=1e5)
     table = Table(requirements, slots=100, compiled=True)
@@ -175,7 +195,7 @@ def test_without_numba_or_a_place_for_its_code_tables_are_the_same() -> None:
         env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert not done.returncode, done.stderr
-    assert done.stdout.splitlines() == 3 * [str(table.seconds.tolist())]
+    assert done.stdout.splitlines() == 5 * [str(table.seconds.tolist())]
 
 
 @settings(max_examples=examples(20, 40), deadline=None)
