@@ -88,6 +88,7 @@ def simulate_pipeline(
     results_bytes: int = 0,
 ) -> PipelineSimulation:
     """Run a step on paper, from orders and loads by pipeline stage; ``results_bytes`` come behind it."""
+    # Starts and ends, which the simulator, made for a planner that asks for the sum alone, fills in on request.
     times = np.zeros((2, *order.shape[:2]))
     simulator = StepSimulator(order, stages=len(loads), micro_batches=micro_batches)
     seconds = simulator.step_seconds(loads, times)

@@ -43,6 +43,7 @@ class PipelinedModule:
         self.module, self.placement, self.runner = module, placement, runner
         self.partition, self.processes = runner.partition, runner.processes
         self._model, self._evaluation = model, evaluation
+        # The first process's, as users may seed each process in its own way, and all must draw alike.
         self._seed = first(torch.initial_seed(), self.processes.group)
         self._evaluations = 0
 
@@ -145,6 +146,7 @@ class PipelinedModule:
         ordered = [results[place] for place in range(len(calls))]
         losses = []
         for result, share in zip(ordered, shares, strict=True):
+            # All backwards are done, and a loss that was logged must not keep their graphs alive.
             losses.append(self._loss_of(result).detach() * share)
         return ordered, torch.stack(losses).sum()
 

@@ -39,6 +39,7 @@ class SharedGradients:
     def __init__(self, shared: Sequence[SharedParameter], processes: PipelineProcesses) -> None:
         self._shared = tuple(shared)
         self._group, self._device = processes.group, processes.device
+        # Without any there may be no process group to ask.
         self._rank = processes.rank if self._shared else 0
 
     def begin(self) -> None:
@@ -62,6 +63,7 @@ class SharedGradients:
         for place, shared in enumerate(self._shared):
             if self._rank in shared.holders and shared.parameter.grad is not None:
                 counts[place] = 1
+        # All must agree: whoever waits for a gradient that nobody sends waits without an end.
         dist.all_reduce(counts, group=self._group)
         return [count > 0 for count in counts.tolist()]
 
@@ -75,6 +77,7 @@ class SharedGradients:
             if behind is not None:
                 received = torch.empty_like(piece)
                 dist.recv(received, group=self._group, group_src=behind)
+                # In place: the sum needs no third tensor, and the piece is a view of the gradient itself.
                 piece.add_(received)
             if before is not None:
                 dist.send(piece, group=self._group, group_dst=before)

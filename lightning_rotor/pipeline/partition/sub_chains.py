@@ -85,6 +85,7 @@ def _give_own_gradient(stages: list[StageCost], first: int, shared: SharedTensor
         if change:
             waiting_bytes = max(0, stage.waiting_gradient_bytes + change)
             stages[place] = replace(stage, waiting_gradient_bytes=waiting_bytes)
+    # In the whole chain the last user makes the gradient; where that lies elsewhere, the last one in here does.
     if readers and first + readers[-1] != shared.stages[-1]:
         last_reader = stages[readers[-1]]
         options = []
