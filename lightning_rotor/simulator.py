@@ -155,17 +155,17 @@ class Conditions(BytesAround, total=False):
     link: Link | None
 
 
-def bytes_around(step: Conditions) -> BytesAround:
+def bytes_around(conditions: Conditions) -> BytesAround:
     """The part of some conditions that counts bytes."""
     around: BytesAround = {}
-    if "gradients_exist" in step:
-        around["gradients_exist"] = step["gradients_exist"]
-    if "lingering_bytes" in step:
-        around["lingering_bytes"] = step["lingering_bytes"]
+    if "gradients_exist" in conditions:
+        around["gradients_exist"] = conditions["gradients_exist"]
+    if "lingering_bytes" in conditions:
+        around["lingering_bytes"] = conditions["lingering_bytes"]
     return around
 
 
-def least_seconds(chain: Chain, schedule: Schedule, budget_bytes: int, step: Conditions) -> float:
+def least_seconds(chain: Chain, schedule: Schedule, budget_bytes: int, conditions: Conditions) -> float:
     """Seconds that a schedule takes at least within a budget, whatever it moves and wherever moves are placed.
 
     What is too much beside the backward of the last item must be gone by then, and comes back behind it. The link
@@ -182,10 +182,12 @@ def least_seconds(chain: Chain, schedule: Schedule, budget_bytes: int, step: Con
             forward.append(_discard_seconds(chain, item))
         backward.append(_backward_seconds(chain, item))
     seconds = sum(forward) + sum(backward) + seconds_apart(chain, Schedule(schedule.items))
-    link = step.get("link")
+    link = conditions.get("link")
     if link is None:
         return seconds
-    gone_bytes = _bytes_at_turn(chain, schedule, gradients_exist=step.get("gradients_exist", False)) - budget_bytes
+    gone_bytes = (
+        _bytes_at_turn(chain, schedule, gradients_exist=conditions.get("gradients_exist", False)) - budget_bytes
+    )
     # Copies out begin behind the first item.
     out_seconds = gone_bytes / link.out - sum(forward[1:])
     back_seconds = gone_bytes / link.back - sum(backward[:-1])
@@ -252,8 +254,8 @@ def simulate(
             f"schedule {schedule} moves what stages hold to another memory, and nothing says how fast copies are: "
             "expected a link, such as link=Link(25e9, 25e9)"
         )
-    step: Conditions = {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes, "link": link}
-    return _Simulator(chain, schedule, step).run()
+    conditions: Conditions = {"gradients_exist": gradients_exist, "lingering_bytes": lingering_bytes, "link": link}
+    return _Simulator(chain, schedule, conditions).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +273,9 @@ class Levels:
     freed_bytes: dict[int, int]
 
 
-def levels(chain: Chain, schedule: Schedule, step: Conditions) -> Levels:
+def levels(chain: Chain, schedule: Schedule, conditions: Conditions) -> Levels:
     """A simulation, with what a schedule takes by point."""
-    simulator = _Simulator(chain, schedule, step)
+    simulator = _Simulator(chain, schedule, conditions)
     return Levels(simulator.run(), tuple(simulator.point_bytes), simulator.freed_bytes)
 
 
@@ -298,9 +300,9 @@ class Traffic:
         return carrying / (end - begin) if end > begin else 0.0
 
 
-def traffic(chain: Chain, schedule: Schedule, step: Conditions) -> Traffic:
+def traffic(chain: Chain, schedule: Schedule, conditions: Conditions) -> Traffic:
     """The copies of a step under a schedule."""
-    simulator = _Simulator(chain, schedule, step)
+    simulator = _Simulator(chain, schedule, conditions)
     simulator.run()
     return simulator.traffic()
 
@@ -400,13 +402,13 @@ def _rows_of_items(schedule: Schedule) -> Iterator[tuple[Item, ...]]:
 
 
 class _Simulator:
-    def __init__(self, chain: Chain, schedule: Schedule, step: Conditions) -> None:
+    def __init__(self, chain: Chain, schedule: Schedule, conditions: Conditions) -> None:
         check_schedule(chain, schedule)
         make_room_for(_CALLS * schedule.depth)
         self._chain = chain
         self._schedule = schedule
-        self._gradients_exist = step.get("gradients_exist", False)
-        self._lingering_bytes = step.get("lingering_bytes", 0)
+        self._gradients_exist = conditions.get("gradients_exist", False)
+        self._lingering_bytes = conditions.get("lingering_bytes", 0)
         # Sums, so that those of any segment are a difference.
         self._states_before = [0, *accumulate(stage.state_bytes for stage in chain)]
         self._draws_before = [0, *accumulate(stage.draws_random for stage in chain)]
@@ -432,7 +434,7 @@ class _Simulator:
         self._peak_bytes = 0
         self._peak_stage = 0
         # Of moves. Bytes are the same for every link.
-        self._copies = Copies(step.get("link") or Link(1.0, 1.0))
+        self._copies = Copies(conditions.get("link") or Link(1.0, 1.0))
         self._moves = {move.item: move for move in schedule.moves}
         # By storage, the items that gave it back and have not fetched it again,
         self._away: dict[_Storage, list[int]] = {}

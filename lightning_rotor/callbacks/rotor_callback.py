@@ -68,16 +68,16 @@ class _ProcessPlan:
             return None
         # Numbers and texts alone: it outlives the training, and must hold neither the model nor the Trainer.
         return cls(
-            plan,
-            planner.limit.size_bytes,
-            watch.peak_bytes,
-            watch.reserved_bytes,
-            str(planner.modules),
-            planner.modules.left_out,
-            planner.limit.reserved_bytes,
-            planner.limit.final_peak_bytes,
-            planner.modules.measuring_seconds,
-            planner.modules.measured_overhead(plan),
+            plan=plan,
+            limit_bytes=planner.limit.size_bytes,
+            measured_peak_bytes=watch.peak_bytes,
+            measured_reserved_bytes=watch.reserved_bytes,
+            target=str(planner.modules),
+            left_out=planner.modules.left_out,
+            reserved_bytes=planner.limit.reserved_bytes,
+            final_peak_bytes=planner.limit.final_peak_bytes,
+            measuring_seconds=planner.modules.measuring_seconds,
+            measured_overhead=planner.modules.measured_overhead(plan),
         )
 
     @property
@@ -90,6 +90,7 @@ class _ProcessPlan:
         overhead = self.measured_overhead
         numbers = {
             "overhead_percent": 100 * self.plan.overhead,
+            # By its public name; it is the limit of the process, and no chain's budget.
             "budget_bytes": self.limit_bytes,
             "predicted_peak_bytes": self.predicted_peak_bytes,
             "measuring_seconds": self.measuring_seconds,

@@ -47,8 +47,8 @@ def _same_sizes(tensor: Any, *rest: Any, **options: Any) -> torch.Tensor | None:
     return torch.empty_like(tensor, device="meta")
 
 
-def _normalized(tensor: Any, *_: Any, **__: Any) -> torch.Tensor | None:
-    """As sizes of the argument, and contiguous."""
+def _layer_norm(tensor: Any, *_: Any, **__: Any) -> torch.Tensor | None:
+    """Sizes and type of the argument; contiguous, whatever its strides are."""
     return _empty(tensor.shape, tensor.dtype) if _is_floating(tensor) else None
 
 
@@ -107,7 +107,7 @@ def _comparison(left: Any, right: Any, **options: Any) -> torch.Tensor | None:
     return _broadcast((left, right), torch.bool)
 
 
-def _choice(condition: Any, left: Any = None, right: Any = None, **options: Any) -> torch.Tensor | None:
+def _where(condition: Any, left: Any = None, right: Any = None, **options: Any) -> torch.Tensor | None:
     if options or left is None or right is None or condition.dtype is not torch.bool:
         return None
     return _broadcast((condition, left, right), torch.result_type(left, right))
@@ -138,21 +138,21 @@ def _rules() -> dict[Any, Callable[..., torch.Tensor | None]]:
     """Rules by function: of :mod:`torch`, of its tensors, and of its modules."""
     by_names: dict[Callable[..., torch.Tensor | None], str] = {
         _same_sizes: "abs cos dropout exp gelu log neg relu rsqrt sigmoid silu sin sqrt tanh",
-        _normalized: "layer_norm rms_norm",
+        _layer_norm: "layer_norm rms_norm",
         _linear: "linear",
         _attention: "scaled_dot_product_attention",
         _embedding: "embedding",
         _arithmetic: "add maximum minimum mul sub __add__ __radd__ __mul__ __rmul__ __sub__",
         _division: "div true_divide __truediv__",
         _comparison: "eq ge gt le lt ne __eq__ __ge__ __gt__ __le__ __lt__ __ne__",
-        _choice: "where",
+        _where: "where",
     }
     rules: dict[Any, Callable[..., torch.Tensor | None]] = {}
     for rule, names in by_names.items():
         for name in names.split():
             # ``torch.embedding`` takes its arguments the other way round, ``Tensor.where`` begins with a choice.
             holders = (functional,) if rule is _embedding else (functional, torch, torch.Tensor)
-            if rule is _choice:
+            if rule is _where:
                 holders = (torch,)
             for holder in holders:
                 func = getattr(holder, name, None)

@@ -97,7 +97,7 @@ class Surroundings:
         # True while the collector of garbage runs, and finalizers of others with it.
         self._collecting = False
         # True if the collector has interrupted the listening.
-        self._is_interrupted = False
+        self._was_listening = False
         self._thread = threading.get_ident()
         self._read_codes: set[tuple[CodeType, type]] = set()
         self._read_functions: set[FunctionType] = set()
@@ -128,7 +128,11 @@ class Surroundings:
 
         def stop() -> None:
             sys.setprofile(None)
-            gc.callbacks[:] = [callback for callback in gc.callbacks if callback not in (self._pause, self._go_on)]
+            gc.callbacks[:] = [
+                callback
+                for callback in gc.callbacks
+                if callback not in (self._collection_begins, self._collection_ends)
+            ]
             if hasattr(profiler, "enable"):
                 profiler.enable()
             else:
@@ -138,8 +142,8 @@ class Surroundings:
             # First and last, so that finalizers and others' callbacks of the collector are no code of the module's.
             # The one that ends a pause comes first: to make a bound method may start the collector, and a pause that
             # begins before anybody hears of its end would last for the whole recording, in which nothing is noted.
-            gc.callbacks.append(self._go_on)
-            gc.callbacks.insert(0, self._pause)
+            gc.callbacks.append(self._collection_ends)
+            gc.callbacks.insert(0, self._collection_begins)
             # cProfile before Python 3.12, which Lightning's AdvancedProfiler uses.
             if hasattr(profiler, "disable"):
                 profiler.disable()
@@ -159,17 +163,17 @@ class Surroundings:
         finally:
             sys.setprofile(self._listen)
 
-    def _pause(self, phase: str, _: Any) -> None:
+    def _collection_begins(self, phase: str, _: Any) -> None:
         """Stop listening when the collector of garbage starts."""
         if phase == "start" and threading.get_ident() == self._thread:
             self._collecting = True
-            self._is_interrupted = sys.getprofile() == self._listen
+            self._was_listening = sys.getprofile() == self._listen
 
-    def _go_on(self, phase: str, _: Any) -> None:
+    def _collection_ends(self, phase: str, _: Any) -> None:
         """Listen again when the collector has stopped."""
         if phase == "stop" and threading.get_ident() == self._thread:
             self._collecting = False
-            if self._is_interrupted and sys.getprofile() != self._listen:
+            if self._was_listening and sys.getprofile() != self._listen:
                 # A cProfile.Profile that was never disabled takes away whatever profiles, should it be garbage.
                 sys.setprofile(self._listen)
 

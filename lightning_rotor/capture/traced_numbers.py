@@ -21,7 +21,7 @@ from lightning_rotor.capture.dispatch_check import DispatchCheck
 from lightning_rotor.private.python_names import PassesForItsValue
 
 
-class Notebook(Protocol):
+class NumberRecorder(Protocol):
     """The graph writer, as numbers see it."""
 
     check: DispatchCheck
@@ -36,7 +36,7 @@ class Notebook(Protocol):
 class _Traced:
     """A number of the recorded code with the node that computes it. Using it adds nodes or questions to the graph."""
 
-    notebook: Notebook
+    notebook: NumberRecorder
     node: fx.Node
 
     def pin(self) -> None:
@@ -104,7 +104,7 @@ for _name in ("float", "int", "hash", "round", "floor", "ceil", "trunc"):
 class Size(_Traced, int):
     """A size that the recorded code has asked for."""
 
-    def __new__(cls, number: int, node: fx.Node, notebook: Notebook) -> Size:
+    def __new__(cls, number: int, node: fx.Node, notebook: NumberRecorder) -> Size:
         """The number as a size that a node computes."""
         self = int.__new__(cls, number)
         self.node, self.notebook = node, notebook
@@ -121,7 +121,7 @@ class Number(PassesForItsValue, _Traced):
     It is none, so that C code which wants one has to ask for it.
     """
 
-    def __init__(self, value: float, node: fx.Node, notebook: Notebook) -> None:
+    def __init__(self, value: float, node: fx.Node, notebook: NumberRecorder) -> None:
         self.value = value
         self.node = node
         self.notebook = notebook

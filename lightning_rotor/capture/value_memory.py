@@ -72,8 +72,8 @@ class ValueMemory:
         """Let go of them: torch moves no parameter of a class of its own to which there is a weak reference."""
         self._nodes.clear()
 
-    def first_of(self, node: fx.Node) -> fx.Node:
-        """The first node that shares a node's memory."""
+    def memory_owner(self, node: fx.Node) -> fx.Node:
+        """The first node that shares a node's memory, so that a view is known by what it was taken from."""
         return self._firsts.get(node, node)
 
     def put(

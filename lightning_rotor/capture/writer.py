@@ -175,7 +175,7 @@ class GraphWriter:
             return value
         is_shape = isinstance(value, torch.Size)
         # Of batch sizes of packed sequences, there are as many as the longest sequence has steps.
-        lengths = self._packed.get(self.values.first_of(owner))
+        lengths = self._packed.get(self.values.memory_owner(owner))
         if lengths is not None:
             steps = self._size(tensor.shape[0], "call_function", longest, lengths)
             return torch.Size([steps]) if is_shape else steps

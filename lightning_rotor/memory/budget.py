@@ -84,8 +84,8 @@ class Budget:
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for the planner."""
-        step: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
-        return step if self.link is None else {**step, "link": self.link}
+        known: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return known if self.link is None else {**known, "link": self.link}
 
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
         """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""
@@ -96,7 +96,7 @@ class Budget:
             if error.minimum_bytes <= self.available_bytes + self.guessed_bytes:
                 return self._plan(chain, error.minimum_bytes, slots)
             if not self.reserved_bytes:
-                # The chain may have all of the limit, so the error speaks of the limit already.
+                # The budget is the whole limit, so the planner's own sentence has the right numbers.
                 raise error from None
             raise self.refusal(error.minimum_bytes, error) from None
         return self._as_foreseen(fastest, slots)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_rotor.devices import HOST, KINDS, DeviceKind
+from lightning_rotor.devices import HOST, KINDS, DeviceKind, expected_kinds
 from lightning_rotor.errors import ProfilingError, RotorWarning
 from lightning_rotor.units import MemoryLimit, format_bytes
 
@@ -46,8 +46,8 @@ def device_memory(device: torch.device | str) -> DeviceMemory:
     if kind is not None and kind.trains:
         return _accelerator(kind, device)
     raise ProfilingError(
-        f"the memory of device {str(device)!r} cannot be read: expected a CPU or CUDA device; for another one give the "
-        "memory limit in bytes"
+        f"the memory of device {str(device)!r} cannot be read: expected {expected_kinds()}; for another "
+        "one give the memory limit in bytes"
     )
 
 

@@ -54,7 +54,7 @@ def predict_optimizer_state_bytes(optimizer: Optimizer, device: AnyDevice = None
         >>> predict_optimizer_state_bytes(torch.optim.Adam([weight]))  # two moments and a step counter
         8004
     """
-    return _dry_steps(optimizer, device).state_bytes
+    return _prediction_of(optimizer, device).state_bytes
 
 
 def predict_optimizer_temporary_bytes(optimizer: Optimizer, device: AnyDevice = None) -> int | None:
@@ -67,12 +67,12 @@ def predict_optimizer_temporary_bytes(optimizer: Optimizer, device: AnyDevice = 
         >>> predict_optimizer_temporary_bytes(torch.optim.RMSprop(weights, foreach=True))  # a root of each
         16000
     """
-    return _dry_steps(optimizer, device).temporary_bytes
+    return _prediction_of(optimizer, device).temporary_bytes
 
 
 def steps_differ(optimizer: Optimizer) -> bool:
     """True if some steps of an optimizer are known to take more than its second one."""
-    return not _dry_steps(optimizer, None).are_alike
+    return not _prediction_of(optimizer, None).are_alike
 
 
 def is_torchs_own(optimizer: Optimizer) -> bool:
@@ -96,12 +96,12 @@ def temporary_bytes_one_by_one(optimizer: Optimizer, device: AnyDevice = None) -
     # LBFGS and fused kernels never look at it.
     if isinstance(optimizer, torch.optim.LBFGS) or _is_fused(optimizer):
         return None
-    dry_steps = _take_dry_steps(optimizer, device, foreach=False)
-    return dry_steps.temporary_bytes
+    prediction = _predict_by_dry_steps(optimizer, device, foreach=False)
+    return prediction.temporary_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class _DrySteps:
+class _Prediction:
     """Bytes of the state after a step, and the most that another one allocates meanwhile, None if unknown.
 
     ``are_alike``: later steps take no more than the second.
@@ -113,14 +113,14 @@ class _DrySteps:
 
 
 # Each with what it depends on: dry steps take milliseconds, and many steps ask. A prediction goes with its optimizer.
-_predicted: WeakKeyDictionary[Optimizer, tuple[Any, _DrySteps]] = WeakKeyDictionary()
+_predicted: WeakKeyDictionary[Optimizer, tuple[Any, _Prediction]] = WeakKeyDictionary()
 
 
-def _dry_steps(optimizer: Optimizer, device: AnyDevice) -> _DrySteps:
+def _prediction_of(optimizer: Optimizer, device: AnyDevice) -> _Prediction:
     """The result of dry steps, taken anew only if something has changed that it depends on."""
     if isinstance(optimizer, torch.optim.LBFGS):
         most_bytes = _lbfgs_vectors(optimizer).at_most * _vector_bytes(optimizer, device)
-        return _DrySteps(_full_history_bytes(optimizer, device), most_bytes)
+        return _Prediction(_full_history_bytes(optimizer, device), most_bytes)
     if device is not None and torch.device(device).type == "cpu":
         on_host = all(parameter.device.type == "cpu" for parameter in _parameters_of(optimizer))
         if on_host:
@@ -129,26 +129,26 @@ def _dry_steps(optimizer: Optimizer, device: AnyDevice) -> _DrySteps:
     facts = _facts(optimizer, device)
     prediction = _predicted.get(optimizer)
     if prediction is None or not _holds(prediction, facts, optimizer, device):
-        prediction = facts, _take_dry_steps(optimizer, device)
+        prediction = facts, _predict_by_dry_steps(optimizer, device)
     # Under the facts of now, so that the next question compares with them, and does not count the state again.
-    _, dry_steps = prediction
-    _predicted[optimizer] = facts, dry_steps
-    return dry_steps
+    _, predicted = prediction
+    _predicted[optimizer] = facts, predicted
+    return predicted
 
 
 def _holds(
-    prediction: tuple[Any, _DrySteps],
+    prediction: tuple[Any, _Prediction],
     facts: list[Any],
     optimizer: Optimizer,
     device: AnyDevice,
 ) -> bool:
     """True if nothing has changed that a prediction depends on, or steps have made the state that it has told."""
-    facts_then, dry_steps = prediction
+    facts_then, predicted = prediction
     if facts_then == facts:
         return True
     # The last of the facts is how much state there is, which the first real step changes as predicted.
     only_state_differs = facts_then[:-1] == facts[:-1]
-    return only_state_differs and optimizer_state_bytes(optimizer, device) == dry_steps.state_bytes
+    return only_state_differs and optimizer_state_bytes(optimizer, device) == predicted.state_bytes
 
 
 def _facts(optimizer: Optimizer, device: AnyDevice) -> list[Any]:
@@ -204,12 +204,12 @@ def _is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | None = None) -> _DrySteps:
+def _predict_by_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | None = None) -> _Prediction:
     """Take dry steps: the first makes the state, the others show what later ones allocate."""
     parameters = _parameters_of(optimizer)
     state_bytes: int | None = None
 
-    def take_steps() -> _DrySteps:
+    def take_steps() -> _Prediction:
         nonlocal state_bytes
         stand_ins = {id(parameter): stand_in_for(parameter, mode) for parameter in parameters}
         clone = fake_copy_of(optimizer, mode, stand_ins)
@@ -221,10 +221,10 @@ def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | 
         # Told at once: if the second step fails, this is known all the same.
         state_bytes = optimizer_state_bytes(clone, device)
         if _is_fused(optimizer):
-            return _DrySteps(state_bytes, 0)
+            return _Prediction(state_bytes, 0)
         allocated_bytes = _allocated_in_steps(clone, device)
         most_bytes = max(allocated_bytes)
-        return _DrySteps(state_bytes, most_bytes, are_alike=most_bytes == allocated_bytes[0])
+        return _Prediction(state_bytes, most_bytes, are_alike=most_bytes == allocated_bytes[0])
 
     try:
         with _mode_of(parameters) as mode, without_trace() as generators:
@@ -239,7 +239,7 @@ def _take_dry_steps(optimizer: Optimizer, device: AnyDevice, *, foreach: bool | 
         # As much as Adam would keep: an unknown optimizer seldom keeps more, and a measured step corrects what is less.
         trained = _trained(optimizer, device)
         state_bytes = 2 * sum(dense_bytes(parameter, parameter.dtype) for parameter in trained)
-    return _DrySteps(state_bytes, None)
+    return _Prediction(state_bytes, None)
 
 
 def _mode_of(parameters: list[torch.Tensor]) -> AbstractContextManager[private.FakeTensorMode]:

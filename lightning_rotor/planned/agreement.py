@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,20 @@ from lightning_rotor.units import format_bytes
 Told = TypeVar("Told")
 # Names that a message lists.
 _FEW = 5
+
+
+class Offer(NamedTuple):
+    """What a process tells of its plan; a whole plan would be pickled for each, with the chain of this one's batch.
+
+    Attributes:
+        missing_bytes: What recomputing nothing would lack. The first entry, so that the tightest process sorts first.
+        schedule: As text.
+        exceeds: The plan takes least, and is beyond its budget.
+    """
+
+    missing_bytes: int
+    schedule: str
+    exceeds: bool
 
 
 class Agreement(Ranks):
@@ -106,19 +120,19 @@ class Agreement(Ranks):
             # A group of its own, so that questions do not come between the user's messages.
             self._group = group_beside(members)
         self._members = members
-        self._compare()
+        self._require_same_stages()
 
     @contextmanager
     def alike(self, names: Sequence[str]) -> Iterator[None]:
         """Context in which all have stages of these names, or ``MessageError``."""
         self._names = names
         try:
-            self._compare()
+            self._require_same_stages()
             yield
         finally:
             self._names = ()
 
-    def _compare(self) -> None:
+    def _require_same_stages(self) -> None:
         """Check that all measure stages of the same names."""
         # Names, since a stage has the name of the code that it runs. Sizes may differ, as plans are settled by room.
         if not self.together or self._same(" ".join(self._names)):
@@ -197,33 +211,33 @@ class Agreement(Ranks):
             return outcome
         if self._overdue is not None:
             outcome, self._overdue = self._overdue, None
-        told: Any = outcome
-        # A whole plan would be pickled for each process, and its chain is of this one's batch.
+        answer: BudgetError | Offer
         if isinstance(outcome, Plan):
-            # The key by which the tightest process comes first, bytes that recomputing nothing would lack; its
-            # schedule; and whether even that is beyond its budget.
             missing_bytes = plain_simulation(outcome).peak_bytes - outcome.budget_bytes
-            told = missing_bytes, str(outcome.schedule), exceeds
-        outcomes = self._told(told)
+            answer = Offer(missing_bytes, str(outcome.schedule), exceeds)
+        else:
+            answer = outcome
+        answers = self._told(answer)
         # The error of the process that lacks most: the limit that it names is enough for all.
-        failures = [told for told in outcomes if isinstance(told, BudgetError)]
-        if failures:
-            raise max(failures, key=lambda error: error.minimum_bytes - error.budget_bytes)
+        errors = [each for each in answers if isinstance(each, BudgetError)]
+        if errors:
+            raise max(errors, key=lambda error: error.minimum_bytes - error.budget_bytes)
+        offers = [each for each in answers if isinstance(each, Offer)]
         assert isinstance(outcome, Plan)
         # The tightest process's schedule mostly fits the others. Where sizes differ by noise, another one may.
-        offered = list(dict.fromkeys(schedule for _, schedule, _ in sorted(outcomes, reverse=True)))
+        offered = list(dict.fromkeys(offer.schedule for offer in sorted(offers, reverse=True)))
         if len(offered) == 1:
             return outcome
         # Each judges them by its own costs, as batches differ in size.
         judged = [_under(outcome, schedule) for schedule in offered]
         excesses = [math.inf if plan is None else plan.peak_bytes - plan.budget_bytes for plan in judged]
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
-        most_bytes = [max(of_one) for of_one in zip(*self._told(excesses), strict=True)]
-        fitting = [number for number, excess_bytes in enumerate(most_bytes) if excess_bytes <= 0]
-        best = fitting[0] if fitting else most_bytes.index(min(most_bytes))
+        largest_excesses = [max(of_one) for of_one in zip(*self._told(excesses), strict=True)]
+        fitting = [number for number, excess_bytes in enumerate(largest_excesses) if excess_bytes <= 0]
+        best = fitting[0] if fitting else largest_excesses.index(min(largest_excesses))
         settled = judged[best]
-        may_exceed = self._beyond or any(is_beyond for *_, is_beyond in outcomes)
-        if settled is None or most_bytes[best] == math.inf or not (fitting or may_exceed):
+        may_exceed = self._beyond or any(offer.exceeds for offer in offers)
+        if settled is None or largest_excesses[best] == math.inf or not (fitting or may_exceed):
             raise RotorError(
                 f"no plan fits all processes, of which this one has a chain of {len(outcome.chain)} stages and a "
                 f"budget of {format_bytes(outcome.budget_bytes)}: expected batches of about the same shape on all of "
@@ -245,9 +259,9 @@ class Agreement(Ranks):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         return largest.tolist()
 
-    def _told(self, told: Told) -> list[Told]:
+    def _told(self, value: Told) -> list[Told]:
         with self._answered(self._members):
-            return told_by_all(told, self._group)
+            return told_by_all(value, self._group)
 
     @contextmanager
     def _answered(self, members: Iterable[int]) -> Iterator[None]:
@@ -263,10 +277,10 @@ class Agreement(Ranks):
             ) from error
 
 
-def told_by_all(told: Told, group: Any = None) -> list[Told]:
-    """The answers of all processes of a group, by default of all there are, in their order. Each waits for all."""
-    heard = [told] * dist.get_world_size(group)
-    dist.all_gather_object(heard, told, group=group)
+def told_by_all(value: Told, group: Any = None) -> list[Told]:
+    """The values of all processes of a group, by default of all there are, in their order. Each waits for all."""
+    heard = [value] * dist.get_world_size(group)
+    dist.all_gather_object(heard, value, group=group)
     return heard
 
 

@@ -205,13 +205,13 @@ class AroundCalls:
         return Around(outside, kept_bytes(chains), is_exact).for_size(planned_bytes)
 
 
-def with_link_of(plans: Iterable[Plan], step: Conditions) -> Conditions:
-    """A step in which calls may run that move something, though plans for several calls do not."""
+def with_link_of(plans: Iterable[Plan], conditions: Conditions) -> Conditions:
+    """The conditions of several calls, with the link of those that move something: plans for several do not."""
     # A call that was planned alone keeps its plan in a step of several, moves included.
     for plan in plans:
         if plan.schedule.moves:
-            return {**step, "link": plan.link}
-    return step
+            return {**conditions, "link": plan.link}
+    return conditions
 
 
 def _sees_all_backwards(step: Step, calls: Sequence[Call], phases: Sequence[StepPhase]) -> bool:

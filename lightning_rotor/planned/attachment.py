@@ -37,10 +37,10 @@ class ForwardInPlace(Protocol):
 
     @property
     def active(self) -> bool:
-        """True if it is more than a copy."""
+        """True if no other plan may take this module, or one inside or around it; copies, for one, claim nothing."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module."""
+        """Output of ``module``, which may be a copy of the one that this was attached to."""
 
 
 @lru_cache(128)

@@ -23,7 +23,7 @@ from lightning_rotor.private.torch_names import (
 )
 from lightning_rotor.stages.submodules import submodule_of
 
-PRESSED = "pressed"
+PRESSED_KEY = "pressed"
 """Key of what is saved of a training that ran out of memory as it was compiled. No event of the step's state."""
 
 

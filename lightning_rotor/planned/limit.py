@@ -7,9 +7,10 @@ A limit is broken in one of four ways, each found as early as it can be known::
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
 
-Here is decided when training ends. The words of all these errors are in ``memory/budget`` (``limit_error``). The layer
-that they name comes from ``planning/solver`` (``Solver._refusal``) before a step has run, and from ``running_step``
-(``Step.setter``) behind it. A step that shows how to do better is for ``corrections``.
+Here is decided when training ends. The sentence of all these errors is in ``memory/budget`` (``limit_error``). What
+takes the memory, and what to do, say its callers: the functions above, and ``Budget.refusal``. The layer that they name
+comes from ``planning/solver`` (``Solver._refusal``) before a step has run, and from ``running_step`` (``Step.setter``)
+behind it. A step that shows how to do better is for ``corrections``.
 """
 
 from __future__ import annotations

@@ -493,7 +493,7 @@ class ModulePlans:
         A new plan is the second and last; of the two, the faster one stays.
         """
         plan = prepared.plan
-        costs = prepared.timed_now()
+        costs = prepared.with_timing()
         overhead = costs.timed[-1].overhead
         fastest = min(costs.timed, key=lambda timed: timed.overhead)
         tolerance = max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
@@ -527,7 +527,7 @@ class ModulePlans:
         return self.use_plan(signature, costs, best, lost_seconds=prepared.lost_seconds)
 
     def measure(self, signature: Signature, value: Any) -> Costs:
-        """Measure a call with all options of its stages, again if it was measured before."""
+        """Measure a call with all options of its stages, even if it was measured before, and cache its costs."""
         return self._measured(signature, value, self._compiled)
 
     def _measured_as_needed(self, signature: Signature, value: Any, before: Costs | None = None) -> Costs:

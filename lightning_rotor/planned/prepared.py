@@ -208,8 +208,8 @@ class Prepared:
             return True
         return bool(timed) and timed[-1].schedule is self.schedule
 
-    def timed_now(self) -> Costs:
-        """The costs, with the schedule that has been timed."""
+    def with_timing(self) -> Costs:
+        """The costs, with the seconds that the schedule has taken among them."""
         assert self.measured_overhead is not None
         entry = TimedSchedule(self.schedule, self.measured_overhead)
         return replace(self.costs, timed=(*self.costs.timed, entry))

@@ -37,7 +37,7 @@ from lightning_rotor.planned.budget_source import (
     PlanMade,
     ProfilerBusy,
 )
-from lightning_rotor.planned.compiled_steps import PRESSED, CompiledSteps
+from lightning_rotor.planned.compiled_steps import PRESSED_KEY, CompiledSteps
 from lightning_rotor.planned.joint_paths import has_room
 from lightning_rotor.planned.joint_plans import JointPlans
 from lightning_rotor.planned.kept_sizes import KeptSizes
@@ -49,7 +49,7 @@ from lightning_rotor.planned.prepared import Prepared, Turn, leaves_much_room
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step
 from lightning_rotor.planned.signature import Signature
-from lightning_rotor.planned.step_state import PLANNED, WITHOUT_A_PLAN, Event, Mode, State, following
+from lightning_rotor.planned.step_state import UNDER_A_PLAN, WITHOUT_A_PLAN, Event, Mode, State, following
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
@@ -127,11 +127,13 @@ class StepPlanner(BudgetSource):
         self._compilation = ExitStack()
         try:
             # Of a damaged checkpoint it may be anything, and is left aside when it is loaded.
-            if isinstance(saved, dict) and saved.get(PRESSED):
+            if isinstance(saved, dict) and saved.get(PRESSED_KEY):
                 self.modules.wake()
-            if not self.load(saved) and self.modules.begin():
-                self._become(Event.CHOSEN)
-                self._rest_if_compiled()
+            if not self.load(saved):
+                is_certain = self.modules.begin()
+                if is_certain:
+                    self._become(Event.CHOSEN)
+                    self._rest_if_compiled()
         except BaseException:
             self.modules.end()  # whose forwards may be replaced already
             raise
@@ -161,12 +163,13 @@ class StepPlanner(BudgetSource):
         # long as the planned forward of a small model.
         is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
         is_sample = is_due and self.plan is not None
-        is_measured = is_sample or self.watch.due
-        if self.state is State.STEADY and not self._mode.is_joint and not is_measured:
+        to_measure = is_sample or self.watch.due
+        if self.state is State.STEADY and not self._mode.is_joint and not to_measure:
             return
         self._look_at_start(self._step)
         self._tell_if_nothing_is_planned()
-        if is_measured or self.watch.due:
+        # Without a plan the watch may have been renewed just now.
+        if to_measure or self.watch.due:
             self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
 
     def _meet_others(self, batch: Any) -> None:
@@ -187,7 +190,7 @@ class StepPlanner(BudgetSource):
         self._become(Event.CHOSEN)
         self._rest_if_compiled()
         if self.plan is not None:
-            self._become(Event.PLANNED)
+            self._become(Event.PLAN_MADE)
 
     # ---------------------------------------------------------------- steps as the user compiled them
 
@@ -383,7 +386,7 @@ class StepPlanner(BudgetSource):
                 )
             self._follow(step, phases if sees_all else [])
         elif sees_all and not shows_modules and not self._lacks_gradients(step):
-            self._correct_by_peak(step, phases)
+            self._learn_from_peak(step, phases)
         if self._awaits_optimizer and any(phase.is_optimizer_step for phase in phases):
             self._exceeded(step)  # it is the last of those whose gradients add up
         if self.limit.check_final(step, phases):
@@ -487,7 +490,7 @@ class StepPlanner(BudgetSource):
         if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
             self._exceeded(step)
 
-    def _correct_by_peak(self, step: Step, phases: Sequence[StepPhase]) -> None:
+    def _learn_from_peak(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
         highest = highest_of(phase for phase in phases if not phase.is_final)
         if highest is None:
@@ -566,7 +569,7 @@ class StepPlanner(BudgetSource):
                 "RotorCallback: the device has not enough memory for the step as you compiled it: the next training "
                 "with this callback plans from its first step on"
             )
-            self.saved = {PRESSED: True}
+            self.saved = {PRESSED_KEY: True}
             return
         if self._step is None or self.plan is None:
             return
@@ -675,7 +678,7 @@ class StepPlanner(BudgetSource):
                 self.modules.refuse(name, error)
             case ProfilerBusy(error):
                 self.watch.resume()
-                self._become(Event.PUT_OFF)
+                self._become(Event.PROFILER_IN_USE)
                 self.loop.warn_once(
                     "RotorCallback runs the module plainly, whatever mem_limit says, for as long as torch's profiler "
                     f"records: {error}",
@@ -726,9 +729,9 @@ class StepPlanner(BudgetSource):
         step = self._step
         # Where lengths differ in nearly every step, planning and watching each by itself took three times a plain step.
         is_covered = step is not None and self._kept_sizes.cover(signature, plan.schedule, step.batch_bytes)
-        if is_covered and self.state in PLANNED:
+        if is_covered and self.state in UNDER_A_PLAN:
             return  # nothing new: no step is watched for it, and no plan is reported
-        self._become(Event.PLANNED)
+        self._become(Event.PLAN_MADE)
         if is_covered:
             return
         if self._kept_sizes.knows(signature, plan.schedule):

@@ -10,7 +10,7 @@
                               UNPLANNED    PUT_OFF                or none kept the limit
 
 The plan of a new shape is made inside of the forward, by ``module_plans`` (``prepare``, ``_new_entry``); this table
-only hears of it, as ``PLANNED``.
+only hears of it, as ``PLAN_MADE``, unless steps of a larger size have kept the limit (``kept_sizes``).
 
 ``TRANSITIONS`` has all of it. An event that has no entry for a state is a mistake of this package, and raises
 ``KeyError``.
@@ -56,9 +56,9 @@ class Event(Enum):
     """A step that ran as the user compiled it has taken more than the limit, or cannot be measured."""
     NOTHING_TO_PLAN = auto()
     """No module is left that can be planned."""
-    PUT_OFF = auto()
+    PROFILER_IN_USE = auto()
     """A module could not be measured, since the user's profiler records."""
-    PLANNED = auto()
+    PLAN_MADE = auto()
     """A plan was made: for the first call, for one of a new shape, or anew."""
     EXCEEDED = auto()
     """The plan that takes least has exceeded the limit, in a step whose gradients are still to add up."""
@@ -70,31 +70,31 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.CHOOSING, Event.CHOSEN): State.PLANNING,
     (State.CHOOSING, Event.CHOSEN_ANEW): State.PLANNING,
     (State.CHOOSING, Event.RESTORED): State.PLANNING,
-    (State.CHOOSING, Event.PUT_OFF): State.CHOOSING,
+    (State.CHOOSING, Event.PROFILER_IN_USE): State.CHOOSING,
     # A module may run before the first batch: in a tuner's trial, or in a loop of the user's.
-    (State.CHOOSING, Event.PLANNED): State.CHOOSING,
+    (State.CHOOSING, Event.PLAN_MADE): State.CHOOSING,
     (State.PLANNING, Event.RESTORED): State.PLANNING,
     # A plan would take the compiled code apart, so it waits for a step that needs one.
     (State.PLANNING, Event.RESTED): State.AS_COMPILED,
     (State.AS_COMPILED, Event.PRESSED): State.PLANNING,
     (State.AS_COMPILED, Event.RESTORED): State.PLANNING,
     (State.PLANNING, Event.NOTHING_TO_PLAN): State.UNPLANNED,
-    (State.PLANNING, Event.PUT_OFF): State.PUT_OFF,
-    (State.PLANNING, Event.PLANNED): State.WATCHING,
+    (State.PLANNING, Event.PROFILER_IN_USE): State.PUT_OFF,
+    (State.PLANNING, Event.PLAN_MADE): State.WATCHING,
     (State.PUT_OFF, Event.RESTORED): State.PLANNING,
     (State.PUT_OFF, Event.NOTHING_TO_PLAN): State.UNPLANNED,
-    (State.PUT_OFF, Event.PUT_OFF): State.PUT_OFF,
-    (State.PUT_OFF, Event.PLANNED): State.WATCHING,
+    (State.PUT_OFF, Event.PROFILER_IN_USE): State.PUT_OFF,
+    (State.PUT_OFF, Event.PLAN_MADE): State.WATCHING,
     (State.WATCHING, Event.RESTORED): State.WATCHING,
-    (State.WATCHING, Event.PUT_OFF): State.WATCHING,  # of another input: the plans of known ones go on
-    (State.WATCHING, Event.PLANNED): State.WATCHING,
+    (State.WATCHING, Event.PROFILER_IN_USE): State.WATCHING,  # of another input: the plans of known ones go on
+    (State.WATCHING, Event.PLAN_MADE): State.WATCHING,
     # Gradients that add up make the next steps larger, so they are measured as well.
     (State.WATCHING, Event.EXCEEDED): State.WATCHING,
     (State.WATCHING, Event.WATCHED): State.STEADY,
     (State.STEADY, Event.RESTORED): State.STEADY,
-    (State.STEADY, Event.PUT_OFF): State.STEADY,
+    (State.STEADY, Event.PROFILER_IN_USE): State.STEADY,
     # Any new plan is watched, also that of a shape that training has met before: it was made for another budget.
-    (State.STEADY, Event.PLANNED): State.WATCHING,
+    (State.STEADY, Event.PLAN_MADE): State.WATCHING,
     (State.STEADY, Event.EXCEEDED): State.WATCHING,
     # A checkpoint is loaded behind the choice of modules, and knows better.
     (State.UNPLANNED, Event.RESTORED): State.PLANNING,
@@ -109,7 +109,7 @@ def following(state: State, event: Event) -> State:
 WITHOUT_A_PLAN = frozenset((State.PLANNING, State.PUT_OFF))
 """States of modules that are chosen and have no plan yet."""
 
-PLANNED = frozenset((State.WATCHING, State.STEADY))
+UNDER_A_PLAN = frozenset((State.WATCHING, State.STEADY))
 """States of modules that run under plans."""
 
 

@@ -101,7 +101,7 @@ _MOST_DOUBLINGS = 30
 
 
 @lru_cache(maxsize=32)
-def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditions]) -> float:
+def lower_bound_seconds(chain: Chain, budget_bytes: int, **conditions: Unpack[Conditions]) -> float:
     """Least seconds of any execution within a budget, as far as is proven.
 
     Takes about 0.2 s for 50 stages, and ten times that with a link. The last results are remembered.
@@ -109,12 +109,12 @@ def lower_bound_seconds(chain: Chain, budget_bytes: int, **step: Unpack[Conditio
     Args:
         chain: Costs of ``n`` stages. An option without saved tensors saves no bytes.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`, like the other arguments.
-        step: ``gradients_exist``, ``lingering_bytes`` and ``link``.
+        conditions: ``gradients_exist``, ``lingering_bytes`` and ``link``.
     Returns:
         At most the seconds of any schedule whose simulated peak fits; infinite if it proves that none does.
     """
-    stages = least_stages(chain, budget_bytes, **bytes_around(step))
-    link = step.get("link")
+    stages = least_stages(chain, budget_bytes, **bytes_around(conditions))
+    link = conditions.get("link")
     if link is None:
         return _bound_within(stages, budget_bytes)
     return _bound_over(link, chain, stages, budget_bytes)

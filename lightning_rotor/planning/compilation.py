@@ -115,7 +115,7 @@ def _decorated() -> ModuleType | None:
     try:
         import numba
     except (ImportError, OSError) as error:
-        # Numba raises an ImportError, too, if it is too old for NumPy; llvmlite an OSError if its library does not load.
+        # Numba raises an ImportError, too, if it is too old for NumPy; llvmlite an OSError if its library is broken.
         _log.debug("long chains are planned without compilation: %s", error)
         return None
     # It would run loops over slots in Python, which take far longer.

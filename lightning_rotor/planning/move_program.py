@@ -107,12 +107,12 @@ class MoveProgram:
         *,
         slots: int,
         refined: bool,
-        **step: Unpack[BytesAround],
+        **around: Unpack[BytesAround],
     ) -> None:
         unit = budget_bytes / slots
         self._chain = chain
         self.slots = slots + _MORE_SLOTS
-        self._needs = requirements_of(chain, unit=unit, refined=refined, **step)
+        self._needs = requirements_of(chain, unit=unit, refined=refined, **around)
         table = Table(self._needs, slots=self.slots)
         table.solve()
         self._table = table.rows

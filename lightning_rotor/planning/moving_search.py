@@ -33,9 +33,9 @@ from lightning_rotor.simulator import Conditions, Simulation, bytes_around, leas
 class MovingSearch(ScheduleSearch):
     """Schedules of one chain; without a link in ``step`` those of :class:`ScheduleSearch`, which move nothing."""
 
-    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
-        super().__init__(chain, slots=slots, **step)
-        self._link = step.get("link")
+    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]) -> None:
+        super().__init__(chain, slots=slots, **conditions)
+        self._link = conditions.get("link")
         self._found: dict[int, Simulation | None] = {}
 
     def fastest(self, budget_bytes: int, *, with_least: bool = True) -> Simulation | None:
@@ -71,7 +71,7 @@ class MovingSearch(ScheduleSearch):
         # Its moves fill the budget; away for as long as they can be, they leave more of it.
         items = simulation.schedule.items
         moves = [Move.whole(move.item, len(items)) for move in simulation.schedule.moves]
-        longest = simulate(self.chain, Schedule(items, tuple(moves)), **self.step)
+        longest = simulate(self.chain, Schedule(items, tuple(moves)), **self.conditions)
         all_moved = self._all_moved(simulation.schedule)
         fitting = filter(self._fits, (simulation, longest, all_moved))
         return min(fitting, key=by_peak)
@@ -162,7 +162,7 @@ class MovingSearch(ScheduleSearch):
             link,
             slots=self.effort.moved_slots,
             refined=refined,
-            **bytes_around(self.step),
+            **bytes_around(self.conditions),
         )
         # The program rounds, so what it takes for less memory may be the best that fits the budget in bytes.
         seen = set()
@@ -222,7 +222,7 @@ class MovingSearch(ScheduleSearch):
         if wanted is not None:
             able = sorted(set(able) & set(wanted))
         for chosen in self._choices(able):
-            moved = placed(self.chain, schedule, chosen, budget_bytes, self.step)
+            moved = placed(self.chain, schedule, chosen, budget_bytes, self.conditions)
             if moved is None:
                 continue
             # Only if it is faster by more than the order of sums: else edits could lead in a circle.
@@ -235,7 +235,7 @@ class MovingSearch(ScheduleSearch):
         return self._least_seconds(budget_bytes, schedule) >= best.seconds * (1 - SAME)
 
     def _least_seconds(self, budget_bytes: int, schedule: Schedule) -> float:
-        return least_seconds(self.chain, schedule, budget_bytes, self.step)
+        return least_seconds(self.chain, schedule, budget_bytes, self.conditions)
 
     def _choices(self, able: Sequence[int]) -> Iterator[Sequence[int]]:
         """All items that may move; of few, all subsets: what one item brings back may be too much beside another."""
@@ -250,7 +250,7 @@ class MovingSearch(ScheduleSearch):
         able = movable(self.chain, items)
         while True:
             moves = tuple(Move.whole(number, len(items)) for number in able)
-            simulation = simulate(self.chain, Schedule(items, moves), **self.step)
+            simulation = simulate(self.chain, Schedule(items, moves), **self.conditions)
             if self._fits(simulation):
                 return simulation
             # The first half: items of early stages are away for longest.

@@ -25,7 +25,11 @@ _ATTEMPTS = 6
 
 
 def placed(
-    chain: Chain, schedule: Schedule, wanted: Sequence[int], budget_bytes: int, step: Conditions
+    chain: Chain,
+    schedule: Schedule,
+    wanted: Sequence[int],
+    budget_bytes: int,
+    conditions: Conditions,
 ) -> Simulation | None:
     """A schedule that moves some of the wanted items, as many as the budget asks for, and as long as it must.
 
@@ -34,12 +38,12 @@ def placed(
         schedule: Its own moves are not looked at.
         wanted: Numbers of items that may move, rising.
         budget_bytes: As for :func:`lightning_rotor.planning.plan`.
-        step: With a link.
+        conditions: With a link.
     Returns:
         Its simulation; None if it does not fit whatever moves, or there is no room at the other end of the link.
     """
     # All away for as long as can be takes least. So what does not fit then fits in no way.
-    longest = _longest(chain, schedule, wanted, step)
+    longest = _longest(chain, schedule, wanted, conditions)
     if longest.simulation.peak_bytes > budget_bytes:
         return None
     if not longest.simulation.schedule.moves:
@@ -47,21 +51,21 @@ def placed(
     aim_bytes = budget_bytes
     for _ in range(_ATTEMPTS):
         moves = _placed_moves(longest, aim_bytes)
-        shorter = levels(chain, Schedule(schedule.items, moves), step).simulation
+        shorter = levels(chain, Schedule(schedule.items, moves), conditions).simulation
         if shorter.peak_bytes <= budget_bytes:
             return shorter
         aim_bytes -= shorter.peak_bytes - budget_bytes
     return longest.simulation
 
 
-def _longest(chain: Chain, schedule: Schedule, wanted: Sequence[int], step: Conditions) -> Levels:
+def _longest(chain: Chain, schedule: Schedule, wanted: Sequence[int], conditions: Conditions) -> Levels:
     """Every wanted item away for as long as it can be; the first ones alone, if the other memory has no more room."""
-    link = step.get("link")
+    link = conditions.get("link")
     count = len(schedule.items)
 
     def first(items: int) -> Levels:
         moves = [Move.whole(number, count) for number in wanted[:items]]
-        return levels(chain, Schedule(schedule.items, tuple(moves)), step)
+        return levels(chain, Schedule(schedule.items, tuple(moves)), conditions)
 
     every = first(len(wanted))
     if link is None or link.holds(every.simulation.host_bytes):

@@ -51,8 +51,8 @@ class Plan(Shown):
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for whatever simulates or plans it."""
-        step: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
-        return step if self.link is None else {**step, "link": self.link}
+        conditions: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return conditions if self.link is None else {**conditions, "link": self.link}
 
     @property
     def peak_bytes(self) -> int:
@@ -184,14 +184,14 @@ def scheduled(
     *,
     solve_seconds: float = 0.0,
     slots: int = DEFAULT_SLOTS,
-    **step: Unpack[Conditions],
+    **conditions: Unpack[Conditions],
 ) -> Plan:
     """A schedule from elsewhere as a plan, by default with its peak as budget; a ScheduleError if it is another's."""
-    simulation = simulate(chain, schedule, **step)
+    simulation = simulate(chain, schedule, **conditions)
     # Otherwise a schedule that somebody wrote by hand would seem to exceed a budget that nobody named.
     if budget_bytes is None:
         budget_bytes = simulation.peak_bytes
-    return Plan(chain, schedule, budget_bytes, simulation, solve_seconds, slots=slots, **step)
+    return Plan(chain, schedule, budget_bytes, simulation, solve_seconds, slots=slots, **conditions)
 
 
 def from_plain(record: Mapping[str, Any], chain: Chain) -> Plan:

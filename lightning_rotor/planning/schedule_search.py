@@ -47,14 +47,14 @@ def fine_slots(stages: int, slots: int = DEFAULT_SLOTS) -> int:
 class ScheduleSearch:
     """Schedules of one chain for any number of budgets; arguments as for :func:`lightning_rotor.planning.plan`."""
 
-    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> None:
+    def __init__(self, chain: Chain, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]) -> None:
         self.chain = chain
         self.slots = slots
-        self.step = step
+        self.conditions = conditions
         self.effort = effort.current
         # Tables share what they judge. All that is judged of a long chain, with its events, would take 100 MB.
         remembered = max(self.effort.judged_stages // len(chain), 1)
-        judge = partial(simulate, chain, **step)
+        judge = partial(simulate, chain, **conditions)
         self._judge: Callable[[Schedule], Simulation] = lru_cache(remembered)(judge)
         self._tables: dict[tuple[int, bool], Candidates] = {}
 
@@ -194,7 +194,7 @@ class ScheduleSearch:
             most_bytes,
             self.slots,
             readers_pay=readers_pay,
-            **bytes_around(self.step),
+            **bytes_around(self.conditions),
         )
         uncertain_bytes = _uncounted_bytes(self.chain)
         if not is_exact:
@@ -252,12 +252,12 @@ def segments_around(chain: Chain, first: int, last: int) -> list[Item]:
 
 
 def solved_table(
-    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **step: Unpack[BytesAround]
+    chain: Chain, most_bytes: int, slots: int, *, readers_pay: bool = False, **conditions: Unpack[BytesAround]
 ) -> tuple[Table, float, bool]:
     """The table for budgets up to so many bytes, the bytes of a slot, and True if every size is whole slots."""
     # If a slot can be a divisor of every size, nothing rounds, and the table's count is right but for what it leaves
     # out.
-    divisor = math.gcd(*_sizes_in(chain), step.get("lingering_bytes", 0))
+    divisor = math.gcd(*_sizes_in(chain), conditions.get("lingering_bytes", 0))
     is_exact = divisor * slots >= most_bytes
     unit = float(divisor) if is_exact else most_bytes / slots
     refined = len(chain) <= effort.current.refined_stages
@@ -266,7 +266,7 @@ def solved_table(
         unit=unit,
         refined=refined,
         readers_pay=readers_pay,
-        **step,
+        **conditions,
     )
     # A little more than everything takes, for what rounds up.
     table = Table(requirements, slots=math.ceil(most_bytes / unit) + len(chain) // 16 + 4)

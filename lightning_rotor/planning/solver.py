@@ -24,7 +24,7 @@ from lightning_rotor.units import (
 )
 
 
-def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
+def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]) -> Plan:
     """Plan the fastest schedule that fits a memory budget.
 
     Takes O(n³ · slots) for ``n`` stages. Optimal among schedule trees up to the rounding to slots and the
@@ -35,7 +35,7 @@ def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step:
         chain: Costs of ``n`` stages, measured on one device.
         budget_bytes: Activation memory beyond what is allocated when the step begins; parameters are not included.
         slots: Memory levels that the program tells apart, at least. Short chains get more for the same time.
-        step: ``gradients_exist``, if parameters already have gradients, so that the backward adds none, and
+        conditions: ``gradients_exist``, if parameters already have gradients, so that the backward adds none, and
             ``lingering_bytes``, held during the forward: see :func:`lightning_rotor.simulator.simulate`. With a
             ``link`` the plan may move what stages hold as well.
     Returns:
@@ -47,44 +47,44 @@ def plan(chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step:
     Source:
         Beaumont et al., "Optimal checkpointing for heterogeneous chains", hal-02352969.
     """
-    return _solver_of(chain, slots, **step).plan(budget_bytes)
+    return _solver_of(chain, slots, **conditions).plan(budget_bytes)
 
 
 def plan_of_tables(
-    chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]
+    chain: Chain, budget_bytes: int, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]
 ) -> Plan | None:
     """The fastest plan that fits, or None; arguments as for :func:`plan`.
 
     None does not say that nothing fits: the schedule of least peak is not looked for, which would take several times as
     long. For costs that are bounds, which are measured if they leave no plan.
     """
-    return _solver_of(chain, slots, **step).plan_of_tables(budget_bytes)
+    return _solver_of(chain, slots, **conditions).plan_of_tables(budget_bytes)
 
 
-def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Plan:
+def minimum_budget(chain: Chain, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]) -> Plan:
     """Plan with the least simulated peak, which is its ``budget_bytes``; arguments as for :func:`plan`."""
-    return _solver_of(chain, slots, **step).minimum()
+    return _solver_of(chain, slots, **conditions).minimum()
 
 
-def frontier(chain: Chain, *, slots: int = DEFAULT_SLOTS, **step: Unpack[Conditions]) -> Frontier:
+def frontier(chain: Chain, *, slots: int = DEFAULT_SLOTS, **conditions: Unpack[Conditions]) -> Frontier:
     """Every useful budget and what it costs in time, from one solve; arguments as for :func:`plan`."""
-    return frontier_of(_solver_of(chain, slots, **step))
+    return frontier_of(_solver_of(chain, slots, **conditions))
 
 
-def _solver_of(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
+def _solver_of(chain: Chain, slots: int, **conditions: Unpack[Conditions]) -> Solver:
     """The solver of a chain; ``ModelError`` if it is none."""
     if not isinstance(chain, Chain):
         raise ModelError(
             f"the chain is a {type(chain).__name__}: expected a Chain of costs, such as profile_chain(stages, x).chain"
         )
     require_positive_integer("slots", slots, DEFAULT_SLOTS)
-    return _solver(chain, slots, **step)
+    return _solver(chain, slots, **conditions)
 
 
 # A chain is often planned again at once: for another budget, its curve, its minimum. Tables take tens of megabytes.
 @lru_cache(maxsize=1)
-def _solver(chain: Chain, slots: int, **step: Unpack[Conditions]) -> Solver:
-    return Solver(chain, slots=fine_slots(len(chain), slots), **step)
+def _solver(chain: Chain, slots: int, **conditions: Unpack[Conditions]) -> Solver:
+    return Solver(chain, slots=fine_slots(len(chain), slots), **conditions)
 
 
 class Solver(MovingSearch):
@@ -126,7 +126,7 @@ class Solver(MovingSearch):
             simulation,
             seconds,
             slots=self.slots,
-            **self.step,
+            **self.conditions,
         )
 
     def _refusal(self, budget_bytes: object) -> BudgetError:
@@ -136,7 +136,7 @@ class Solver(MovingSearch):
         allowed_bytes = budget_bytes if isinstance(budget_bytes, int) else 0
         gradient_bytes = 0
         # Gradients that exist are a part of what the process holds, and of no chain's minimum.
-        if not self.step.get("gradients_exist"):
+        if not self.conditions.get("gradients_exist"):
             gradient_bytes = _gradient_bytes_at_peak(self.chain, least)
         # Apart: two sizes that round to the same digits would make a message that contradicts itself.
         budget, minimum = formatted_apart(allowed_bytes, least.peak_bytes)

@@ -106,6 +106,8 @@ class CpuMeter(Meter):
 class CudaMeter(Meter):
     """Bytes from the caching allocator's statistics, seconds from events on the current stream.
 
+    It serves any kind of device whose class in ``devices`` tells levels and peaks.
+
     Recording resets the device's peak statistics (``torch.cuda.max_memory_allocated``): there is no other way to read a
     peak.
     """

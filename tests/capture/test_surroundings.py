@@ -90,7 +90,7 @@ class Collecting(Surroundings):
     """Surroundings during which garbage is collected whenever a callback of the collector is made."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("_pause", "_go_on"):
+        if name in ("_collection_begins", "_collection_ends"):
             gc.collect()
         return super().__getattribute__(name)
 

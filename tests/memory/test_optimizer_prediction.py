@@ -421,9 +421,9 @@ def test_one_prediction_serves_all_questions_on_the_cpu_and_the_steps_that_make_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken = []
-    take = optimizer_prediction._take_dry_steps
+    take = optimizer_prediction._predict_by_dry_steps
     monkeypatch.setattr(
-        optimizer_prediction, "_take_dry_steps", lambda *of, **options: taken.append(of) or take(*of, **options)
+        optimizer_prediction, "_predict_by_dry_steps", lambda *of, **options: taken.append(of) or take(*of, **options)
     )
     weights = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
     optimizer = torch.optim.AdamW(weights)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_rotor import BudgetError, RotorError, Schedule, simulate
-from lightning_rotor.planned.agreement import Agreement
+from lightning_rotor.planned.agreement import Agreement, Offer
 from lightning_rotor.planning import minimum_budget, plan
 from tests.strategies import random_chain
 
@@ -38,8 +38,8 @@ class Pair(Agreement):
     def together(self) -> bool:
         return True
 
-    def _told(self, told: Any) -> list[Any]:
-        return [told, self._others.pop(0)]
+    def _told(self, value: Any) -> list[Any]:
+        return [value, self._others.pop(0)]
 
 
 KEEP = str(Schedule.keep_all(len(CHAIN)))
@@ -50,14 +50,14 @@ MIDDLE = plan(CHAIN, (LEAST.peak_bytes + KEPT_BYTES) // 2)
 def test_where_the_tightest_schedule_does_not_fit_another_one_may() -> None:
     """Here the other process lacks more, and keeps all, which this one cannot; its own schedule fits both."""
     assert MIDDLE.peak_bytes < KEPT_BYTES
-    settled = Pair((KEPT_BYTES, KEEP, False), [-1, 0]).settle(MIDDLE)
+    settled = Pair(Offer(KEPT_BYTES, KEEP, exceeds=False), [-1, 0]).settle(MIDDLE)
     assert settled.schedule == MIDDLE.schedule
     with pytest.raises(RotorError, match="no plan fits all processes"):
-        Pair((KEPT_BYTES, KEEP, False), [-1, 1]).settle(MIDDLE)
+        Pair(Offer(KEPT_BYTES, KEEP, exceeds=False), [-1, 1]).settle(MIDDLE)
 
 
 def test_plans_that_take_least_may_exceed_so_that_a_step_shows_what_it_needs() -> None:
     """The one that exceeds least is run by both."""
-    settled = Pair((KEPT_BYTES, KEEP, True), [-1, 1]).settle(LEAST, exceeds=True)
+    settled = Pair(Offer(KEPT_BYTES, KEEP, exceeds=True), [-1, 1]).settle(LEAST, exceeds=True)
     assert settled.schedule == LEAST.schedule
     assert settled.budget_bytes >= settled.peak_bytes

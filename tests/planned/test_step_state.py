@@ -18,21 +18,21 @@ def after(*events: Event) -> State:
 def test_a_training_plans_watches_and_is_left_alone() -> None:
     assert after() is State.CHOOSING
     assert after(Event.CHOSEN) is State.PLANNING
-    assert after(Event.CHOSEN, Event.PLANNED) is State.WATCHING
-    assert after(Event.CHOSEN, Event.PLANNED, Event.WATCHED) is State.STEADY
+    assert after(Event.CHOSEN, Event.PLAN_MADE) is State.WATCHING
+    assert after(Event.CHOSEN, Event.PLAN_MADE, Event.WATCHED) is State.STEADY
 
 
-@pytest.mark.parametrize("event", [Event.PLANNED, Event.EXCEEDED])
+@pytest.mark.parametrize("event", [Event.PLAN_MADE, Event.EXCEEDED])
 def test_another_plan_or_an_excess_is_watched_again(event: Event) -> None:
-    steady = (Event.CHOSEN, Event.PLANNED, Event.WATCHED)
+    steady = (Event.CHOSEN, Event.PLAN_MADE, Event.WATCHED)
     assert after(*steady, event) is State.WATCHING
     assert after(*steady, event, Event.WATCHED) is State.STEADY
 
 
 def test_a_guess_that_was_planned_is_not_watched_before_the_first_batch_confirms_it() -> None:
-    assert after(Event.PLANNED) is State.CHOOSING
-    assert after(Event.PLANNED, Event.CHOSEN_ANEW) is State.PLANNING
-    assert after(Event.PLANNED, Event.CHOSEN, Event.PLANNED) is State.WATCHING
+    assert after(Event.PLAN_MADE) is State.CHOOSING
+    assert after(Event.PLAN_MADE, Event.CHOSEN_ANEW) is State.PLANNING
+    assert after(Event.PLAN_MADE, Event.CHOSEN, Event.PLAN_MADE) is State.WATCHING
 
 
 def test_nothing_to_plan_ends_planning_until_a_checkpoint_tells_of_modules() -> None:
@@ -42,10 +42,10 @@ def test_nothing_to_plan_ends_planning_until_a_checkpoint_tells_of_modules() -> 
 
 
 def test_a_profiler_of_the_users_puts_off_only_what_has_no_plan() -> None:
-    assert after(Event.CHOSEN, Event.PUT_OFF) is State.PUT_OFF
-    assert after(Event.CHOSEN, Event.PUT_OFF, Event.PUT_OFF, Event.PLANNED) is State.WATCHING
-    assert after(Event.CHOSEN, Event.PLANNED, Event.PUT_OFF) is State.WATCHING
-    assert after(Event.CHOSEN, Event.PLANNED, Event.WATCHED, Event.PUT_OFF) is State.STEADY
+    assert after(Event.CHOSEN, Event.PROFILER_IN_USE) is State.PUT_OFF
+    assert after(Event.CHOSEN, Event.PROFILER_IN_USE, Event.PROFILER_IN_USE, Event.PLAN_MADE) is State.WATCHING
+    assert after(Event.CHOSEN, Event.PLAN_MADE, Event.PROFILER_IN_USE) is State.WATCHING
+    assert after(Event.CHOSEN, Event.PLAN_MADE, Event.WATCHED, Event.PROFILER_IN_USE) is State.STEADY
 
 
 def test_no_plan_is_dropped_in_silence() -> None:
@@ -65,7 +65,7 @@ def test_every_state_is_reached_and_every_event_leads_somewhere() -> None:
 
 def test_an_event_that_cannot_come_is_an_error() -> None:
     with pytest.raises(KeyError, match="UNPLANNED"):
-        after(Event.CHOSEN, Event.NOTHING_TO_PLAN, Event.PLANNED)
+        after(Event.CHOSEN, Event.NOTHING_TO_PLAN, Event.PLAN_MADE)
     with pytest.raises(KeyError, match="STEADY"):
         following(State.STEADY, Event.WATCHED)
 
@@ -88,4 +88,4 @@ def test_what_was_compiled_as_a_whole_runs_as_it_is_until_a_step_needs_a_plan() 
     resting = (Event.CHOSEN, Event.RESTED)
     assert after(*resting) is State.AS_COMPILED
     assert after(*resting, Event.PRESSED) is State.PLANNING
-    assert after(*resting, Event.PRESSED, Event.PLANNED) is State.WATCHING
+    assert after(*resting, Event.PRESSED, Event.PLAN_MADE) is State.WATCHING
