@@ -84,8 +84,8 @@ class Budget:
     @property
     def conditions(self) -> Conditions:
         """The step around the chain, for the planner."""
-        known: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
-        return known if self.link is None else {**known, "link": self.link}
+        conditions: Conditions = {"gradients_exist": self.gradients_exist, "lingering_bytes": self.lingering_bytes}
+        return conditions if self.link is None else {**conditions, "link": self.link}
 
     def plan(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan:
         """The fastest plan within the budget; ``BudgetError`` in terms of the user's limit if there is none."""

@@ -38,7 +38,7 @@ _FEW = 5
 
 
 class Offer(NamedTuple):
-    """What a process tells of its plan; a whole plan would be pickled for each, with the chain of this one's batch.
+    """A plan as other processes hear of it: whole, it would be pickled for each, with the chain of its own batch.
 
     Attributes:
         missing_bytes: What recomputing nothing would lack. The first entry, so that the tightest process sorts first.
