@@ -8,13 +8,13 @@ terms of the limit, which is what the user can change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.link import Link
 from lightning_rotor.planning import Plan, plan
 from lightning_rotor.planning.effort import DEFAULT_SLOTS
-from lightning_rotor.planning.outside import Foresight
 from lightning_rotor.planning.solver import cause_and_remedy, plan_of_tables
 from lightning_rotor.simulator import Conditions
 from lightning_rotor.units import format_bytes, hint_of_units
@@ -48,6 +48,16 @@ def limit_error(
     )
 
 
+class StepForesight(Protocol):
+    """What a measured step foretells of steps under other plans for its chain, or for one of another size."""
+
+    def __call__(self, plan: Plan, /) -> int:
+        """Peak of the whole process until the backward is over; 0 if it cannot tell."""
+
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan | None:
+        """The plan that keeps a limit, or takes least, as ``planning/outside`` has it; None if it cannot tell."""
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The memory of a device that a plan may use.
@@ -71,7 +81,7 @@ class Budget:
     reserved_for: str = ""
     guessed_bytes: int = 0
     is_provisional: bool = False
-    foresight: Foresight | None = None
+    foresight: StepForesight | None = None
     is_new_size: bool = False
     error: type[BudgetError] = BudgetError
     link: Link | None = None
@@ -114,6 +124,12 @@ class Budget:
         """
         if self.foresight is None:
             return fastest
+        if self.foresight(fastest) <= self.limit_bytes:
+            return fastest
+        whole = self.foresight.plan_within(self.limit_bytes, fastest)
+        # Its own peak may be higher than this budget, of which a part was taken off for another moment's sake.
+        if whole is not None and whole.peak_bytes <= self.available_bytes:
+            return replace(whole, budget_bytes=fastest.budget_bytes)
         chosen = fastest
         for _ in range(_MOST_FORESEEN):
             excess_bytes = self.foresight(chosen) - self.limit_bytes

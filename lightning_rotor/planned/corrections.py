@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.memory.budget import StepForesight
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning import plan as solve
@@ -46,10 +47,29 @@ class MeasuredStep:
     def peak_under(self, other: Plan) -> int:
         """Peak of the process in a step like this one under another plan for the chain; 0 if it cannot tell."""
         foresee = self.foresight()
-        if foresee is None:
-            return 0
-        overstated_bytes = max(foresee(self.plan) - self.peak_bytes, 0) if self.overstates else 0
-        return foresee(other) - overstated_bytes
+        return 0 if foresee is None else foresee(other) - self._overstated_bytes(foresee)
+
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan | None:
+        """The plan for a chain that keeps a limit in such a step, or takes least; None if it cannot tell."""
+        foresee = self.foresight()
+        return None if foresee is None else foresee.plan_within(limit_bytes + self._overstated_bytes(foresee), like)
+
+    def _overstated_bytes(self, foresee: Foresight) -> int:
+        return max(foresee(self.plan) - self.peak_bytes, 0) if self.overstates else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Foretold:
+    """What a measured step tells of those that take so many bytes more. It looks only when it is asked."""
+
+    measured: MeasuredStep
+    more_bytes: int = 0
+
+    def __call__(self, plan: Plan, /) -> int:
+        return self.measured.peak_under(plan) + self.more_bytes
+
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan | None:
+        return self.measured.plan_within(limit_bytes - self.more_bytes, like)
 
 
 class Corrections:
@@ -124,7 +144,7 @@ class Corrections:
         """True if a step of a chain was measured."""
         return chain.fingerprint in self._measured
 
-    def foresight_for(self, chain: Chain, reserved_bytes: int = 0) -> Foresight | None:
+    def foresight_for(self, chain: Chain, reserved_bytes: int = 0) -> StepForesight | None:
         """Peaks of the process in steps under plans for a chain; None if no step of such calls was measured.
 
         A chain that no step has shown has those of the nearest other size. A plan for a new size uses the whole budget,
@@ -136,13 +156,13 @@ class Corrections:
         """
         measured = self._measured.get(chain.fingerprint)
         if measured is not None:
-            return measured.peak_under
+            return _Foretold(measured)
         nearest = self._nearest_size(chain)
         if nearest is None:
             return None
         # The batch is larger or smaller, too.
         more_bytes = reserved_bytes - nearest.reserved_bytes
-        return lambda plan: nearest.peak_under(plan) + more_bytes
+        return _Foretold(nearest, more_bytes)
 
     def _nearest_size(self, chain: Chain) -> MeasuredStep | None:
         """The measured step of the nearest other size of a chain; None if there is none that tells of it."""
@@ -170,7 +190,12 @@ class Corrections:
         exceeds = measured.peak_bytes > limit_bytes
         trial = Trial(plan.budget_bytes, plan.peak_bytes, measured.peak_bytes)
         budget_bytes = search.next_budget(trial, limit_bytes)
-        if budget_bytes and measured.foresight() is not None:
+        whole = None
+        if exceeds and search.may_foresee():
+            whole = _better_for_step(limit_bytes, measured)
+        if whole is not None:
+            budget_bytes = whole.peak_bytes
+        elif budget_bytes and measured.foresight() is not None:
             # A simulation says what a step under another plan would show, so that few steps are spent on trying.
             foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
             # Below the limit a plan is replaced by a larger one only.
@@ -193,6 +218,14 @@ class Corrections:
 def _size_of(chain: Chain) -> int:
     """Bytes that a chain holds if nothing is recomputed, at least 1, to compare chains by."""
     return max(chain.kept_bytes, 1)
+
+
+def _better_for_step(limit_bytes: int, measured: MeasuredStep) -> Plan | None:
+    """The plan that is foreseen to keep a limit, or to take least in the step; None if no other takes less."""
+    whole = measured.plan_within(limit_bytes, measured.plan)
+    if whole is None or whole.schedule == measured.plan.schedule:
+        return None
+    return whole if measured.peak_under(whole) < measured.peak_bytes else None
 
 
 def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int) -> int:

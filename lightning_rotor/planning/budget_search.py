@@ -20,6 +20,8 @@ _CLOSE = 0.9
 # Budgets that differ by a smaller share of the limit lead to nearly the same plan, which is not worth a measured step.
 _NARROW = 0.01
 _MOST_OVERSHOOTS, _MOST_GROWTHS = 5, 8
+# Plans that are made for the whole of a step, each by what the last one has shown. Behind them, budgets only shrink.
+_MOST_FORESEEN = 3
 # Between a good and a bad budget, the next one is at least this share of the gap away from both: peaks jump from plan
 # to plan, so the line between two measurements may point next to one of them again and again.
 _MARGIN = 0.1
@@ -58,6 +60,7 @@ class BudgetSearch:
         self._smallest_bad: Trial | None = None
         self._overshoots = 0
         self._growths = 0
+        self._foreseen = 0
 
     def next_budget(self, trial: Trial, limit_bytes: int) -> int | None:
         """The budget to try after a measured step.
@@ -68,6 +71,11 @@ class BudgetSearch:
         if trial.measured_bytes > limit_bytes:
             return self._smaller(trial, limit_bytes)
         return self._larger(trial, limit_bytes)
+
+    def may_foresee(self) -> bool:
+        """True a few times: the next plan may be one for the whole step, as the measured one foretells it."""
+        self._foreseen += 1
+        return self._foreseen <= _MOST_FORESEEN
 
     def _smaller(self, trial: Trial, limit_bytes: int) -> int | None:
         """The budget after one that was too large."""

@@ -10,17 +10,69 @@ it holds, and whatever the chains do not show::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import zip_longest
-from typing import TypeAlias
 
-from lightning_rotor.planning.joint_chain import Outside, concatenated, first_stages, joined
-from lightning_rotor.planning.plan import Plan
+from lightning_rotor.chain import Chain
+from lightning_rotor.errors import BudgetError
+from lightning_rotor.planning.joint_chain import Outside, concatenated, first_stages, joined, split
+from lightning_rotor.planning.plan import Plan, scheduled
+from lightning_rotor.planning.solver import plan as solve
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.simulator import Event, Simulation, simulate
 
-Foresight: TypeAlias = Callable[[Plan], int]
-"""Peak of the whole process, until its backward is over, in a step like the measured one under another plan."""
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """Tells of steps like a measured one, until their backward is over, in which some calls run under another plan.
+
+    Attributes:
+        around: What lay around each of these calls, none of which waited together with others.
+        kept_bytes: What the calls' chain holds if nothing is recomputed.
+        reserved_bytes: What is kept free for the rest of the step.
+    """
+
+    around: tuple[Outside, ...]
+    kept_bytes: int
+    reserved_bytes: int
+
+    def __call__(self, plan: Plan) -> int:
+        """Peak of the whole process."""
+        # Calls of a module run one by one, each with its own code around: the worst of them decides.
+        peaks = [_alone(plan, outside).peak_bytes for outside in self._around(plan.chain)]
+        return self.reserved_bytes + max(peaks)
+
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan:
+        """The fastest plan under which a step keeps a limit, or else the one under which it takes least.
+
+        A chain's own least plan need not be that: where the loss takes most, the plan that holds least between forward
+        and backward is better, though its own peak is higher.
+
+        Args:
+            limit_bytes: For the whole process.
+            like: A plan for the same chain, under the same conditions.
+        """
+        worst = reduce(Outside.at_least, self._around(like.chain))
+        chain = joined([""], [like.chain], [worst])
+        budget_bytes = max(limit_bytes - self.reserved_bytes, 1)
+        try:
+            solved = solve(chain, budget_bytes, slots=like.slots, **like.conditions)
+        except BudgetError as error:
+            solved = solve(chain, error.minimum_bytes, slots=like.slots, **like.conditions)
+        (schedule,) = split(solved.schedule, [len(like.chain)])
+        return scheduled(like.chain, schedule, slots=like.slots, **like.conditions)
+
+    def beyond(self, more_bytes: int) -> Foresight:
+        """The same for steps that take so many bytes more throughout."""
+        return replace(self, reserved_bytes=self.reserved_bytes + more_bytes)
+
+    def _around(self, chain: Chain) -> list[Outside]:
+        # Around larger calls lies more, in proportion. Around smaller ones lies no less, as a part of it does not
+        # depend on sizes.
+        growth = max(chain.kept_bytes / max(self.kept_bytes, 1), 1)
+        return [outside.scaled(growth) for outside in self.around]
 
 
 def measured_outside(
@@ -98,7 +150,7 @@ def measured_outside(
 
 
 def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], reserved_bytes: int) -> Foresight | None:
-    """Peaks of a step like a measured one, if some of its calls ran under another plan, perhaps with larger inputs.
+    """What a measured step foretells of steps in which some of its calls run under another plan.
 
     Args:
         plan: The plan that the calls have run under. None of them waits together with others.
@@ -121,15 +173,7 @@ def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], r
     if not around:
         return None
 
-    def peak_bytes(other: Plan) -> int:
-        # Around larger calls lies more, in proportion. Around smaller ones lies no less, as a part of it does not
-        # depend on sizes.
-        growth = max(other.chain.kept_bytes / max(plan.chain.kept_bytes, 1), 1)
-        # Calls of a module run one by one, each with its own code around: the worst of them decides.
-        peaks = [_alone(other, outside.scaled(growth)).peak_bytes for outside in around]
-        return reserved_bytes + max(peaks)
-
-    return peak_bytes
+    return Foresight(tuple(around), plan.chain.kept_bytes, reserved_bytes)
 
 
 def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,8 @@ from benchmarks.random_chains import random_chain
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
 from lightning_rotor.memory.budget import Budget, limit_error
-from lightning_rotor.planning import minimum_budget
+from lightning_rotor.planning import Plan, minimum_budget, scheduled
+from lightning_rotor.schedule import Schedule
 
 
 def chain() -> Chain:
@@ -20,6 +22,19 @@ def chain() -> Chain:
 
 def least_bytes(costs: Chain) -> int:
     return minimum_budget(costs).peak_bytes
+
+
+class Foretold:
+    """Peaks of steps by a function; ``least`` is the plan under which they are lowest."""
+
+    def __init__(self, peak: Callable[[Plan], int], least: Plan | None = None) -> None:
+        self._peak, self._least = peak, least
+
+    def __call__(self, plan: Plan) -> int:
+        return self._peak(plan)
+
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan | None:
+        return self._least
 
 
 def test_a_budget_is_what_a_limit_leaves() -> None:
@@ -33,18 +48,38 @@ def test_a_plan_that_fits_may_be_foreseen_to_exceed_the_limit_and_that_is_no_err
     fastest = Budget(10 * costs.kept_bytes).plan(costs)
     size_bytes = fastest.peak_bytes
     # Steps take ten bytes more than is reserved, whatever the plan.
-    foreseen = Budget(size_bytes, reserved_bytes=5, foresight=lambda plan: plan.peak_bytes + 15)
+    foreseen = Budget(size_bytes, reserved_bytes=5, foresight=Foretold(lambda plan: plan.peak_bytes + 15))
     assert foreseen.foresees_excess(fastest)
     assert foreseen.plan(costs).peak_bytes + 15 <= foreseen.limit_bytes
     assert not Budget(size_bytes, reserved_bytes=5).foresees_excess(fastest)
     # Small beside the budget: nobody looks.
-    roomy = Budget(2 * size_bytes, foresight=lambda _: pytest.fail("asked"))
+    roomy = Budget(2 * size_bytes, foresight=Foretold(lambda _: pytest.fail("asked")))
     assert not roomy.foresees_excess(fastest)
     # Where nothing keeps what is only foreseen, the step decides, and training goes on.
-    hopeless = Budget(size_bytes, foresight=lambda plan: 2 * size_bytes)
+    hopeless = Budget(size_bytes, foresight=Foretold(lambda plan: 2 * size_bytes))
     assert hopeless.plan(costs).schedule == fastest.schedule
     # The first step of a size begins with the plan that takes least.
     assert replace(hopeless, is_new_size=True).plan(costs).peak_bytes == least_bytes(costs)
+
+
+def test_where_no_smaller_budget_helps_the_plan_for_the_whole_step_is_made() -> None:
+    costs = chain()
+    size_bytes = 10 * costs.kept_bytes
+    keep_all = scheduled(costs, Schedule.keep_all(len(costs)))
+    fastest = Budget(size_bytes).plan(costs)
+
+    def peak(plan: Plan) -> int:
+        return 2 * size_bytes - (plan.schedule == least.schedule)
+
+    least = minimum_budget(costs)
+    made = Budget(size_bytes, foresight=Foretold(peak, least)).plan(costs)
+    assert made.schedule == least.schedule
+    # It is for this budget, or the next call would be planned again.
+    assert made.budget_bytes == fastest.budget_bytes == size_bytes
+    # One that the budget has no room for is left aside.
+    least = keep_all
+    small = Budget(keep_all.peak_bytes - 1, foresight=Foretold(peak, keep_all))
+    assert small.plan(costs).schedule != keep_all.schedule
 
 
 def test_a_budget_is_reduced_for_a_reason_and_the_limit_stays() -> None:

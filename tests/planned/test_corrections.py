@@ -9,9 +9,12 @@ from typing import Any
 from benchmarks.random_chains import random_chain
 from lightning_rotor.chain import Chain
 from lightning_rotor.errors import BudgetError
+from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned import corrections
 from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planning import Plan, minimum_budget, plan
+from lightning_rotor.planning.joint_chain import Outside
+from lightning_rotor.planning.outside import Foresight
 from tests.planned.joint_steps import scaled
 
 
@@ -110,6 +113,45 @@ def test_a_step_far_below_the_limit_leads_to_a_larger_plan() -> None:
     is_better, made = corrected(known, before, before.peak_bytes, 10 * least)
     assert is_better
     assert made[-1].seconds < before.seconds
+
+
+def test_where_the_loss_takes_most_the_plan_that_holds_least_follows() -> None:
+    """No smaller budget leads to it: its own peak is above that of the chain's least plan, under which steps exceed."""
+    costs = chain(6)
+    size_bytes = costs.kept_bytes
+    foretold = Foresight((Outside(after_bytes=size_bytes, loss_bytes=size_bytes),), size_bytes, 0)
+    least = minimum_budget(costs)
+    limit_bytes = foretold(foretold.plan_within(1, least))
+    assert foretold(least) > limit_bytes
+    known = Corrections()
+
+    class Foreseeing(Modules):
+        """As a budget does it, with what the last step foretells."""
+
+        def replan(self, stale: Plan) -> Plan:
+            available_bytes = max(self.available_bytes - self.known.of(stale.chain), 1)
+            foreseen = self.known.foresight_for(stale.chain)
+            budget = Budget(available_bytes, reserved_bytes=limit_bytes - available_bytes, foresight=foreseen)
+            try:
+                self.made.append(budget.plan(stale.chain))
+            except BudgetError as error:
+                minimum_bytes = error.minimum_bytes - budget.reserved_bytes
+                raise BudgetError(
+                    str(error), budget_bytes=available_bytes, minimum_bytes=minimum_bytes, stage=error.stage
+                ) from None
+            return self.made[-1]
+
+    modules: Any = Foreseeing(known, limit_bytes)
+    running = plan(costs, 2 * size_bytes)
+    for _ in range(8):
+        step = MeasuredStep(running, foretold(running), lambda: foretold)
+        known.note(step)
+        if step.peak_bytes <= limit_bytes:
+            break
+        assert known.correct_plan(modules, step, limit_bytes=limit_bytes, available_bytes=limit_bytes)
+        running = modules.made[-1]
+    assert foretold(running) == limit_bytes
+    assert running.peak_bytes > least.peak_bytes
 
 
 def test_the_least_plan_beyond_the_limit_cannot_be_bettered() -> None:

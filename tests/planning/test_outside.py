@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.reference import all_schedules
 from lightning_rotor.chain import Chain
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.planning.combined_chain import combined
 from lightning_rotor.planning.joint_chain import Outside, concatenated, joined
-from lightning_rotor.planning.outside import foresight, measured_outside
+from lightning_rotor.planning.outside import Foresight, foresight, measured_outside
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import Simulation, simulate
@@ -106,6 +107,44 @@ def test_a_measured_step_foretells_steps_under_other_plans(seed: int, lingering_
     for plan in (kept, least):
         assert foretold(plan) >= 1000 + real(plan).peak_bytes
         assert foretold(plan) <= 1000 + real(plan).peak_bytes + 40
+
+
+@pytest.mark.parametrize("loss_share", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("seed", range(len(KINDS)))
+def test_the_plan_for_the_whole_step_is_the_best_of_all_schedules(seed: int, loss_share: float) -> None:
+    """Beside a loss that takes as much as the chain, the chain's own least plan is not the step's."""
+    chain = random_chain(random.Random(seed), 4, KINDS[seed])
+    large_bytes = int(loss_share * chain.kept_bytes)
+    around = Outside(after_bytes=large_bytes, loss_bytes=large_bytes)
+    foretold = Foresight((around,), chain.kept_bytes, 1000)
+    # With the user's code behind the call, a segment may reach to the call's end.
+    step = joined([""], [chain], [around])
+    every = [simulate(step, schedule) for schedule in all_schedules(step)]
+    of_all = sorted(1000 + each.peak_bytes for each in every)
+    kept = scheduled(chain, Schedule.keep_all(len(chain)))
+    assert foretold(foretold.plan_within(1, kept)) == of_all[0]
+    for limit_bytes in (of_all[0], of_all[len(of_all) // 2], of_all[-1]):
+        best = foretold.plan_within(limit_bytes, kept)
+        assert foretold(best) <= limit_bytes
+        fitting = [each.seconds for each in every if 1000 + each.peak_bytes <= limit_bytes]
+        assert simulate(step, concatenated([best.schedule])).seconds == pytest.approx(min(fitting))
+        assert foretold.beyond(7).plan_within(limit_bytes + 7, kept).schedule == best.schedule
+
+
+def test_a_chains_least_plan_may_take_more_in_the_whole_step_than_another() -> None:
+    """The kind that the plan for the whole step is there for: the chain's own least peak says nothing of the loss."""
+    better = 0
+    for seed in range(40):
+        chain = random_chain(random.Random(seed), 6, "odd")
+        size_bytes = chain.kept_bytes
+        foretold = Foresight((Outside(after_bytes=size_bytes, loss_bytes=size_bytes),), size_bytes, 0)
+        least = minimum_budget(chain)
+        whole = foretold.plan_within(1, least)
+        assert foretold(whole) <= foretold(least)
+        if foretold(whole) < foretold(least):
+            better += 1
+            assert whole.peak_bytes >= least.peak_bytes
+    assert better > 5
 
 
 def test_around_larger_calls_lies_more_and_around_smaller_ones_no_less() -> None:
