@@ -32,11 +32,14 @@ class Foresight:
         around: What lay around each of these calls, none of which waited together with others.
         kept_bytes: What the calls' chain holds if nothing is recomputed.
         reserved_bytes: What is kept free for the rest of the step.
+        goes_back_twice: A call has gone back more than once. What its first backward keeps for the second is nearly the
+            same under every plan, and no part of its chain.
     """
 
     around: tuple[Outside, ...]
     kept_bytes: int
     reserved_bytes: int
+    goes_back_twice: bool = False
 
     def __call__(self, plan: Plan) -> int:
         """Peak of the whole process."""
@@ -44,8 +47,10 @@ class Foresight:
         peaks = [_alone(plan, outside).peak_bytes for outside in self._around(plan.chain)]
         return self.reserved_bytes + max(peaks)
 
-    def plan_within(self, limit_bytes: int, like: Plan) -> Plan:
+    def plan_within(self, limit_bytes: int, like: Plan) -> Plan | None:
         """The fastest plan under which a step keeps a limit, or else the one under which it takes least.
+
+        None if calls have gone back twice: what the plan takes is not what the step takes.
 
         A chain's own least plan need not be that: where the loss takes most, the plan that holds least between forward
         and backward is better, though its own peak is higher.
@@ -54,6 +59,8 @@ class Foresight:
             limit_bytes: For the whole process.
             like: A plan for the same chain, under the same conditions.
         """
+        if self.goes_back_twice:
+            return None
         worst = reduce(Outside.at_least, self._around(like.chain))
         chain = joined([""], [like.chain], [worst])
         budget_bytes = max(limit_bytes - self.reserved_bytes, 1)
@@ -173,7 +180,9 @@ def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], r
     if not around:
         return None
 
-    return Foresight(tuple(around), plan.chain.kept_bytes, reserved_bytes)
+    backwards = [phase.mark.call for phase in phases if phase.kind is PhaseKind.BACKWARD]
+    goes_back_twice = any(backwards.count(number) > 1 for number in numbers)
+    return Foresight(tuple(around), plan.chain.kept_bytes, reserved_bytes, goes_back_twice)
 
 
 def _alone(plan: Plan, outside: Outside | None = None) -> Simulation:
