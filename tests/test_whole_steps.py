@@ -214,7 +214,7 @@ def assert_a_minimum_is_one(
         assert rotor.predicted_peak_bytes is not None
         # What lies around the plan counts as if it were there throughout, so that a prediction may be above it.
         assert 0.97 * max(peaks.peaks[1:]) <= rotor.predicted_peak_bytes <= 1.2 * max(peaks.peaks[1:])
-    _, _, below = run(model, folder, int(error.minimum_bytes * 0.98), batch_size=batch_size, **options)
+    _, _, below = run(model, folder, int(error.minimum_bytes * 0.99), batch_size=batch_size, **options)
     assert below is not None
     assert below.minimum_bytes == pytest.approx(error.minimum_bytes, rel=0.01)
     return error

@@ -190,11 +190,10 @@ class Corrections:
         exceeds = measured.peak_bytes > limit_bytes
         trial = Trial(plan.budget_bytes, plan.peak_bytes, measured.peak_bytes)
         budget_bytes = search.next_budget(trial, limit_bytes)
-        whole = None
-        if exceeds and search.may_foresee():
-            whole = _better_for_step(limit_bytes, measured)
-        if whole is not None:
-            budget_bytes = whole.peak_bytes
+        least = measured.plan_within(limit_bytes, plan) if exceeds else None
+        takes_less = least is not None and measured.peak_under(least) < measured.peak_bytes
+        if least is not None and takes_less and search.may_foresee():
+            budget_bytes = least.peak_bytes
         elif budget_bytes and measured.foresight() is not None:
             # A simulation says what a step under another plan would show, so that few steps are spent on trying.
             foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
@@ -207,6 +206,9 @@ class Corrections:
             search.is_measured = True
             modules.keep_only(lambda other: other is not plan)
             return True
+        if least is not None and measured.is_exact and least.schedule == plan.schedule:
+            # A plan that takes less by itself takes more in this step.
+            return False
         if exceeds:
             # Where other plans did not help, it is the one that takes least.
             return _replan(modules, plan, search, available_bytes, budget_bytes or 0)
@@ -218,14 +220,6 @@ class Corrections:
 def _size_of(chain: Chain) -> int:
     """Bytes that a chain holds if nothing is recomputed, at least 1, to compare chains by."""
     return max(chain.kept_bytes, 1)
-
-
-def _better_for_step(limit_bytes: int, measured: MeasuredStep) -> Plan | None:
-    """The plan that is foreseen to keep a limit, or to take least in the step; None if no other takes less."""
-    whole = measured.plan_within(limit_bytes, measured.plan)
-    if whole is None or whole.schedule == measured.plan.schedule:
-        return None
-    return whole if measured.peak_under(whole) < measured.peak_bytes else None
 
 
 def _foreseen_budget(limit_bytes: int, measured: MeasuredStep, budget_bytes: int) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ from lightning_rotor.planned.out_of_memory import shortage_message
 from lightning_rotor.planned.running_step import Call, Refusal, Step, StepStart
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.outside import Foresight
+from lightning_rotor.planning.outside import Foresight, foresight
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase, highest_of
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
@@ -274,8 +275,8 @@ class StepLimit:
         self,
         modules: PlannedModules,
         step: Step,
+        phases: Sequence[StepPhase],
         measured_bytes: int,
-        foresight_of: Callable[[Plan, int], Callable[[], Foresight | None]],
         *,
         may_grow: bool,
     ) -> bool:
@@ -284,9 +285,8 @@ class StepLimit:
         Args:
             modules: Whose plans are replaced.
             step: The measured one.
+            phases: Of this step.
             measured_bytes: Its peak until the optimizer's step.
-            foresight_of: Tells of a plan, beside so many bytes that are not for it, the peaks of a step like this one
-                under other plans, once it is asked.
             may_grow: The step is like those to come, so that a peak far below the limit counts.
         Returns:
             False if the peak is above the limit, and no plan takes less.
@@ -311,7 +311,7 @@ class StepLimit:
             measured = MeasuredStep(
                 plan,
                 measured_bytes,
-                foresight_of(plan, uncorrected.reserved_bytes),
+                _foresight_of(step, plan, phases, uncorrected.reserved_bytes),
                 # Where the limit was exceeded, what is foreseen too high must not lead to the least plan at once.
                 overstates=exceeds or self._loop.processes > 1,
                 reserved_bytes=uncorrected.reserved_bytes,
@@ -405,7 +405,8 @@ class StepLimit:
         budget, error = step.refusal.budget, step.refusal.error
         step.refusal = None
         stage = error.stage
-        highest = highest_of(step.as_later(phases))
+        later = step.as_later(phases)
+        highest = highest_of(later)
         least_bytes = error.minimum_bytes - budget.reserved_bytes
         needed_bytes = error.minimum_bytes
         if highest is not None and highest.peak_bytes * _UNEVEN > error.minimum_bytes:
@@ -413,7 +414,8 @@ class StepLimit:
             if highest.is_final:
                 self._go_beyond(self._final_error(highest))
                 return
-            needed_bytes = max(needed_bytes, highest.peak_bytes)
+            step_bytes = _least_of_step(step, later, highest.peak_bytes, budget.reserved_bytes)
+            needed_bytes = max(needed_bytes, step_bytes)
             stage = step.setter(highest)
         # Measured anew, a chain may take some bytes more.
         rest_bytes = int(needed_bytes * _UNEVEN) - error.minimum_bytes
@@ -526,6 +528,30 @@ class StepLimit:
         predicted_bytes = self.size_bytes - plan.budget_bytes + plan.peak_bytes
         message = shortage_message(failure, reason, limit_bytes=self.size_bytes, predicted_bytes=predicted_bytes)
         self._loop.warn(f"RotorCallback: {message}")
+
+
+def _foresight_of(
+    step: Step, plan: Plan, phases: Sequence[StepPhase], reserved_bytes: int
+) -> Callable[[], Foresight | None]:
+    """What a step foretells of steps in which the calls that ran under a plan run under others, once it is asked."""
+    # It outlives the step, whose tensors it must not hold.
+    numbers = [number for call, number in step.numbers.items() if call.plan is plan]
+    # Looked for once: a step foretells those of all plans for its chain, and of other sizes.
+    return cache(partial(foresight, plan, numbers, phases, reserved_bytes))
+
+
+def _least_of_step(step: Step, phases: Sequence[StepPhase], peak_bytes: int, reserved_bytes: int) -> int:
+    """What a step needs that has taken so much under the least plan of its only module."""
+    # The least plan of a chain is not that of a step whose loss takes most.
+    waits_alone = all(len(path) == 1 for path in step.paths)
+    plans = [call.plan for call in step.numbers]
+    if not plans or not waits_alone or any(plan is not plans[0] for plan in plans):
+        return peak_bytes
+    measured = MeasuredStep(plans[0], peak_bytes, _foresight_of(step, plans[0], phases, reserved_bytes))
+    least = measured.plan_within(1, plans[0])
+    if least is None:
+        return peak_bytes
+    return min(peak_bytes, measured.peak_under(least))
 
 
 def _optimizer_remedy(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> str:

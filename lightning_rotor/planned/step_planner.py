@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ from lightning_rotor.planned.step_state import UNDER_A_PLAN, WITHOUT_A_PLAN, Eve
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planned.target_search import Target, may_be_planned
 from lightning_rotor.planning import Plan
-from lightning_rotor.planning.outside import foresight
 from lightning_rotor.planning.step_draws import Draws, is_sample_step
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase, highest_of
 from lightning_rotor.private.torch_names import compilation_heard
@@ -501,14 +500,7 @@ class StepPlanner(BudgetSource):
             self._note_sizes(step, highest.peak_bytes)
         # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
-
-        def foresight_of(plan: Plan, reserved_bytes: int) -> Any:
-            # It outlives the step, whose tensors it must not hold.
-            numbers = [number for call, number in step.numbers.items() if call.plan is plan]
-            # Looked for once: a step foretells those of all plans for its chain, and of other sizes.
-            return cache(partial(foresight, plan, numbers, phases, reserved_bytes))
-
-        is_enough = self.limit.correct_plans(self.modules, step, highest.peak_bytes, foresight_of, may_grow=may_grow)
+        is_enough = self.limit.correct_plans(self.modules, step, phases, highest.peak_bytes, may_grow=may_grow)
         # A first step takes what no later one does, so the next one decides.
         if not is_enough and not step.is_first:
             self._note_excess(highest)
