@@ -746,14 +746,14 @@ _MOST_ATTEMPTS = 3
 
 
 def within_a_limit(
-    program: Program, plainly: Run, limit_bytes: int | None = None, told_by_all: Callable[[int], int] = int
+    program: Program, plainly: Run, limit_bytes: int | None = None, agreed: Callable[[int], int] = int
 ) -> Verdict:
     """Train within the limit; where it is refused, again within the minimum that the error names, which then is one."""
     for attempt in range(_MOST_ATTEMPTS):
         planned = run(program, with_library=True, limit_bytes=limit_bytes)
         verdict = compared(plainly, planned)
         is_named = verdict.kind == "refused" and isinstance(planned.error, BudgetError) and program.limit != -0.1
-        limit_bytes = told_by_all(planned.error.minimum_bytes if is_named else 0)
+        limit_bytes = agreed(planned.error.minimum_bytes if is_named else 0)
         if not limit_bytes or attempt + 1 == _MOST_ATTEMPTS:
             break
     return replace(with_notes(verdict, plainly, planned), attempts=attempt + 1)

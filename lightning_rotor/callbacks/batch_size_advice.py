@@ -94,7 +94,7 @@ class RotorBatchSizeAdvice(Callback):
         with undisturbed(pl_module.device):
             batch = trainer.strategy.batch_to_device(next(iter(loader)))
         loop = TrainerLoop(trainer, pl_module)
-        limit_bytes = min(loop.told_by_all(loop.limit_bytes(self._limit, tensors_in(batch))))
+        limit_bytes = min(loop.answers_of_all(loop.limit_bytes(self._limit, tensors_in(batch))))
         outcome: BatchSizeAdvice | RotorError
         try:
             outcome = self._advise(loop, batch, limit_bytes)
@@ -102,7 +102,7 @@ class RotorBatchSizeAdvice(Callback):
             # Whoever ends alone leaves others waiting.
             outcome = error
         advices = []
-        for told in loop.told_by_all(outcome):
+        for told in loop.answers_of_all(outcome):
             if isinstance(told, RotorError):
                 raise told
             advices.append(told)

@@ -112,14 +112,14 @@ class CompiledModules:
             if objection:
                 raise CannotRepeatError(objection)
             inside = partial(_compile_inside, saving=self.saving)
-            replacements = {modules[0]: self._under(INSIDE, inside, modules[0], one_graph=one_graph)}
+            replacements = {modules[0]: self._compiled_by(INSIDE, inside, modules[0], one_graph=one_graph)}
             return {INSIDE: _calling(stage, replacements)}
         variants = {}
         for budget in BUDGETS:
             under = partial(_compile_under, budget=budget)
             replacements = {}
             for module in modules:
-                replacements[module] = self._under(budget, under, module, one_graph=one_graph)
+                replacements[module] = self._compiled_by(budget, under, module, one_graph=one_graph)
             # The name is kept in plans and their files.
             variants[f"budget {budget:g}"] = _calling(stage, replacements)
         return variants
@@ -145,7 +145,7 @@ class CompiledModules:
             self._settings.append(settings)
         return self._settings.index(settings)
 
-    def _under(
+    def _compiled_by(
         self,
         variant: float | str,
         compiling: Callable[..., Any],

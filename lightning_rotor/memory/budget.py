@@ -108,7 +108,7 @@ class Budget:
             if not self.reserved_bytes:
                 # The budget is the whole limit, so the planner's own sentence has the right numbers.
                 raise error from None
-            raise self.refusal(error.minimum_bytes, error) from None
+            raise self.minimum_error(error.minimum_bytes, error) from None
         return self._as_foreseen(fastest, slots)
 
     def plan_of_tables(self, chain: Chain, *, slots: int = DEFAULT_SLOTS) -> Plan | None:
@@ -189,7 +189,7 @@ class Budget:
         is_of_this_size = plan.budget_bytes == max(self.available_bytes, 1)
         return is_of_this_size and plan.conditions == self.conditions
 
-    def refusal(self, least_bytes: int, error: BudgetError, *, stage: str | None = None) -> BudgetError:
+    def minimum_error(self, least_bytes: int, error: BudgetError, *, stage: str | None = None) -> BudgetError:
         """The error, in terms of the limit that the user set, if no plan for the chain takes less than so much.
 
         ``stage`` is what sets the minimum, if that is not what the error says.

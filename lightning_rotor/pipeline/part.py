@@ -38,7 +38,7 @@ ForwardContext: TypeAlias = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PipelineStep:
     """Facts that parts need of the micro-batches that run.
 
     Attributes:
@@ -90,7 +90,7 @@ class Part(nn.Module):
         end = last + 1
         self.number = number
         # The runner sets it before each step.
-        self.step = Step()
+        self.step = PipelineStep()
         # By micro-batch, the outputs; None where nobody asks for them.
         self.outputs: dict[int, list[torch.Tensor]] | None = None
         self.stages = tuple(stages[first:end])

@@ -31,7 +31,7 @@ from lightning_rotor.pipeline.pipelined_module import PipelinedModule
 from lightning_rotor.pipeline.placement import Placement, shared_tensors, tensors_of
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, processes_with
 from lightning_rotor.pipeline.runner import Cut, PipelineRunner
-from lightning_rotor.planned.agreement import told_by_all
+from lightning_rotor.planned.agreement import answers_of_all
 from lightning_rotor.private.torch_names import sent_outputs_linger, version_of
 from lightning_rotor.private.values import tensors_in, tree_map_only
 from lightning_rotor.profiling import Profile, profile_chain
@@ -236,13 +236,13 @@ def _partition(
     own_seconds = [stage.keep.seconds for stage in profile.chain]
     if processes.replicas is not None:
         # All copies wait for the slowest, and have one partition, which must fit the smallest.
-        told = told_by_all(own_seconds, processes.replicas)
+        told = answers_of_all(own_seconds, processes.replicas)
         own_seconds = [max(seconds) for seconds in zip(*told, strict=True)]
         if memory_bytes is not None:
-            memory_bytes = min(told_by_all(memory_bytes, processes.replicas))
-    speeds = speeds_beside_first(told_by_all(own_seconds, processes.group))
+            memory_bytes = min(answers_of_all(memory_bytes, processes.replicas))
+    speeds = speeds_beside_first(answers_of_all(own_seconds, processes.group))
     # Each process knows its own limit, and only the first one searches.
-    memories = told_by_all(memory_bytes, processes.group)
+    memories = answers_of_all(memory_bytes, processes.group)
     devices = []
     for memory, speed in zip(memories, speeds, strict=True):
         # What is around the stages may take more than the limit. Then nothing is left, and the search says so.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_rotor.devices import kind_of
 from lightning_rotor.errors import PipelineError, RotorError
-from lightning_rotor.planned.agreement import told_by_all
+from lightning_rotor.planned.agreement import answers_of_all
 from lightning_rotor.stages.generators import GeneratorStates
 
 
@@ -64,7 +64,7 @@ def first(value: Any, group: dist.ProcessGroup | None = None, *, source: int = 0
 
 def processes_with(flag: bool, group: dist.ProcessGroup | None = None) -> list[int]:
     """Numbers of the processes whose flag is True."""
-    told = told_by_all(flag, group)
+    told = answers_of_all(flag, group)
     return [process for process, is_set in enumerate(told) if is_set]
 
 

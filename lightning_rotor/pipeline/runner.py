@@ -31,7 +31,7 @@ from lightning_rotor.execution.settings import Settings
 from lightning_rotor.pipeline.layouts import Gradients, Layout, Tensors
 from lightning_rotor.pipeline.micro_batch_stage import MicroBatchStage
 from lightning_rotor.pipeline.micro_batches import Call
-from lightning_rotor.pipeline.part import Part, Step
+from lightning_rotor.pipeline.part import Part, PipelineStep
 from lightning_rotor.pipeline.partition import Partition
 from lightning_rotor.pipeline.pipeline_schedule import PipelineScheduleName, unknown_schedule
 from lightning_rotor.pipeline.processes import PipelineProcesses, first, share
@@ -49,7 +49,7 @@ class _Prepared(NamedTuple):
     """A schedule for steps of certain layouts, with its buffers.
 
     Attributes:
-        layouts: See :class:`.Step`.
+        layouts: See :class:`.PipelineStep`.
         trains: The schedule has backwards.
         run: Runs torch's schedule.
         stages: Those of this process.
@@ -146,7 +146,7 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- shapes
 
-    def _step(self, inputs: Inputs, seed: int, context: Settings | None = None) -> Step:
+    def _step(self, inputs: Inputs, seed: int, context: Settings | None = None) -> PipelineStep:
         """A step with layouts of what crosses cuts; equal micro-batches are looked at once, when first seen."""
         trains = torch.is_grad_enabled()
         # What is frozen decides which gradients are sent.
@@ -160,7 +160,7 @@ class PipelineRunner:
                 seen = self._scouted(layout, layout.flat(values), context)
                 self._seen_layouts[key] = (layout, *seen)
             layouts.append(self._seen_layouts[key])
-        return Step(tuple(layouts), seed, context.restored, trains)
+        return PipelineStep(tuple(layouts), seed, context.restored, trains)
 
     def _learning(self) -> tuple[bool, ...]:
         """``requires_grad`` of all parameters of the module."""
@@ -222,7 +222,7 @@ class PipelineRunner:
 
     # ---------------------------------------------------------------- a step
 
-    def _prepare(self, step: Step, inputs: Inputs) -> _Prepared:
+    def _prepare(self, step: PipelineStep, inputs: Inputs) -> _Prepared:
         """The schedule for a step: that of the last one if it was alike."""
         for part in self._parts.values():
             part.step = step
@@ -241,7 +241,7 @@ class PipelineRunner:
             prepared.stages[0].inputs = first_inputs
         return prepared
 
-    def _prepared_anew(self, step: Step) -> _Prepared:
+    def _prepared_anew(self, step: PipelineStep) -> _Prepared:
         parts = self._parts.values()
         stages = [MicroBatchStage(part, self._stages, self.processes) for part in parts]
         loss = self._loss_of if step.trains else None
@@ -259,7 +259,7 @@ class PipelineRunner:
         layout = self._parts[self._stages - 1].step.layouts[number][-1]
         return self._loss(packed(layout.values(output)), number)
 
-    def _shared_outputs(self, step: Step) -> tuple[Any, ...]:
+    def _shared_outputs(self, step: PipelineStep) -> tuple[Any, ...]:
         """By micro-batch, the chain's output, on every process."""
         last_process = (self._stages - 1) % self.processes.size
         outputs = []
@@ -274,7 +274,7 @@ class PipelineRunner:
 
     def _shared_input_gradients(
         self,
-        step: Step,
+        step: PipelineStep,
         stages: Sequence[MicroBatchStage],
     ) -> tuple[Gradients, ...]:
         """By micro-batch, gradients of the chain's inputs, on every process."""

@@ -80,7 +80,7 @@ class Agreement(Ranks):
 
     @property
     def together(self) -> bool:
-        """True once a message was seen."""
+        """True once it is known which processes run the code together: from messages, or parameters that are spread."""
         return self._group is not None
 
     @property
@@ -229,7 +229,7 @@ class Agreement(Ranks):
         if len(offered) == 1:
             return outcome
         # Each judges them by its own costs, as batches differ in size.
-        judged = [_under(outcome, schedule) for schedule in offered]
+        judged = [_with_schedule(outcome, schedule) for schedule in offered]
         excesses = [math.inf if plan is None else plan.peak_bytes - plan.budget_bytes for plan in judged]
         # All judge, and all come to the same conclusion: one that ended alone would leave the others waiting.
         largest_excesses = [max(of_one) for of_one in zip(*self._told(excesses), strict=True)]
@@ -261,7 +261,7 @@ class Agreement(Ranks):
 
     def _told(self, value: Told) -> list[Told]:
         with self._answered(self._members):
-            return told_by_all(value, self._group)
+            return answers_of_all(value, self._group)
 
     @contextmanager
     def _answered(self, members: Iterable[int]) -> Iterator[None]:
@@ -277,7 +277,7 @@ class Agreement(Ranks):
             ) from error
 
 
-def told_by_all(value: Told, group: Any = None) -> list[Told]:
+def answers_of_all(value: Told, group: Any = None) -> list[Told]:
     """The values of all processes of a group, by default of all there are, in their order. Each waits for all."""
     heard = [value] * dist.get_world_size(group)
     dist.all_gather_object(heard, value, group=group)
@@ -303,7 +303,7 @@ def _connected(seen: Iterable[frozenset[int]], rank: int) -> frozenset[int]:
         connected = connected.union(*touching)
 
 
-def _under(plan: Plan, schedule: str) -> Plan | None:
+def _with_schedule(plan: Plan, schedule: str) -> Plan | None:
     """A plan with another process' schedule, or None if that is not for such a chain."""
     try:
         parsed = Schedule.parse(schedule)

@@ -43,7 +43,7 @@ class Around:
         both = zip(self.outside, other.outside, strict=True)
         return replace(self, outside=[one.at_least(another) for one, another in both])
 
-    def for_size(self, kept_bytes: int) -> Around:
+    def scaled_to(self, kept_bytes: int) -> Around:
         """Bytes around larger calls, in proportion; around smaller ones, no less."""
         factor = kept_bytes / max(self.kept_bytes, 1)
         # A part of what is around calls does not depend on their sizes. So nothing shrinks.
@@ -89,7 +89,7 @@ class AroundCalls:
             return None
         measured = self._measured[other]
         if are_alike(path, other):
-            return measured.for_size(wanted_bytes)
+            return measured.scaled_to(wanted_bytes)
         by_name: dict[str, Outside] = {}
         most = Outside()
         # A module that is called several times has the most of its calls: nobody knows which of them this one is.
@@ -99,7 +99,7 @@ class AroundCalls:
         around = [by_name.get(key.name, most) for key in path]
         # Behind the last call comes the loss, whichever call that is.
         around[-1] = around[-1].at_least(measured.outside[-1])
-        return replace(measured, outside=around).for_size(wanted_bytes)
+        return replace(measured, outside=around).scaled_to(wanted_bytes)
 
     def _most_like(self, path: Path, wanted_bytes: int, *, is_exact: bool) -> Path | None:
         """The measured path with most modules in common, of the nearest size; None if none was measured.
@@ -170,7 +170,7 @@ class AroundCalls:
         for other in others:
             measured = self._measured.get(other)
             if measured is not None:
-                self._measured[other] = measured.at_least(exceeded.for_size(measured.kept_bytes))
+                self._measured[other] = measured.at_least(exceeded.scaled_to(measured.kept_bytes))
 
     def _in_step(
         self,
@@ -202,7 +202,7 @@ class AroundCalls:
             return None
         is_exact = not any(call.prepared.costs.estimated for call in calls)
         planned_bytes = kept_bytes(call.plan.chain for call in calls)
-        return Around(outside, kept_bytes(chains), is_exact).for_size(planned_bytes)
+        return Around(outside, kept_bytes(chains), is_exact).scaled_to(planned_bytes)
 
 
 def with_link_of(plans: Iterable[Plan], conditions: Conditions) -> Conditions:

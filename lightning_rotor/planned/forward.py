@@ -176,9 +176,9 @@ class PlannedForward:
                 raise
             source.hear(NoChain(plans.name, error))
             return None
-        refusal = None if was_cut else objection(source, plans.name, signature.cut)
-        if refusal is not None:
-            source.hear(NoChain(plans.name, refusal))
+        reason = None if was_cut else objection(source, plans.name, signature.cut)
+        if reason is not None:
+            source.hear(NoChain(plans.name, reason))
             return None
         try:
             return _BoundCall(signature, value, plans.prepare(signature, value))

@@ -166,7 +166,7 @@ class JointPlans:
         if found is None:
             return None
         self.newest = self._put_rest_to_use(path, found, start=len(before))
-        self._note_plan(path, self.newest)
+        self._keep_as_newest(path, self.newest)
         self._forget_oldest()
         seconds = time.perf_counter() - began
         self._searching.price_seconds = max(self._searching.price_seconds, seconds)
@@ -237,7 +237,7 @@ class JointPlans:
             plans = self._in_order(order, tight=True)
         renewed: set[CallKey] = set()
         for planned, found in plans.items():
-            self._note_plan(planned, self._put_to_use(planned, found, renewed))
+            self._keep_as_newest(planned, self._put_to_use(planned, found, renewed))
         self._forget_oldest()
 
     def _in_order(self, order: Sequence[Path], *, tight: bool) -> dict[Path, PathPlan]:
@@ -251,7 +251,7 @@ class JointPlans:
                 settled.update(zip(path, found.plan.calls, strict=True))
         return plans
 
-    def _note_plan(self, path: Path, plan: StepPlan) -> None:
+    def _keep_as_newest(self, path: Path, plan: StepPlan) -> None:
         """Keep a plan as the newest one of all."""
         self._plans.pop(path, None)
         self._plans[path] = plan

@@ -2,15 +2,15 @@
 
 A limit is broken in one of four ways, each found as early as it can be known::
 
-    before the forward     no plan for a call fits beside what the process holds        refuse()
+    before the forward     no plan for a call fits beside what the process holds        note_no_plan()
     behind a step          it has taken more, and no plan takes less                    exceeded()
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
 
 Here is decided when training ends. The sentence of all these errors is in ``memory/budget`` (``limit_error``). What
-takes the memory, and what to do, say its callers: the functions above, and ``Budget.refusal``. The layer that they name
-comes from ``planning/solver`` (``Solver._refusal``) before a step has run, and from ``running_step`` (``Step.setter``)
-behind it. A step that shows how to do better is for ``corrections``.
+takes the memory, and what to do, say its callers: the functions above, and ``Budget.minimum_error``. The layer that
+they name comes from ``planning/solver`` (``Solver._minimum_error``) before a step has run, and from ``running_step``
+(``Step.cause_of_peak``) behind it. A step that shows how to do better is for ``corrections``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lightning_rotor.planned.corrections import Corrections, MeasuredStep
 from lightning_rotor.planned.loop import TrainingLoop
 from lightning_rotor.planned.modules import PlannedModules
 from lightning_rotor.planned.out_of_memory import shortage_message
-from lightning_rotor.planned.running_step import Call, Refusal, Step, StepStart
+from lightning_rotor.planned.running_step import Call, NoPlan, Step, StepStart
 from lightning_rotor.planned.step_watch import StepWatch
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.outside import Foresight, foresight
@@ -96,7 +96,7 @@ class StepLimit:
         """Take the least limit of all processes."""
         own_bytes = self._loop.limit_bytes(self._limit, batch)
         # Processes that exchange messages run one plan, so what the fullest device has is what all of them may use.
-        self._agreed_bytes = min(self._loop.told_by_all(own_bytes))
+        self._agreed_bytes = min(self._loop.answers_of_all(own_bytes))
 
     def read(self, batch: Sequence[torch.Tensor]) -> None:
         """Read the limit, as every budget does."""
@@ -271,7 +271,7 @@ class StepLimit:
 
     # ---------------------------------------------------------------- a measured step
 
-    def correct_plans(
+    def correct_each_plan(
         self,
         modules: PlannedModules,
         step: Step,
@@ -365,7 +365,7 @@ class StepLimit:
 
     # ---------------------------------------------------------------- where no plan keeps it
 
-    def refuse(self, error: BudgetError, step: Step | None) -> None:
+    def note_no_plan(self, error: BudgetError, step: Step | None) -> None:
         """No plan for a call fits: go beyond the limit, or end training, once the step has shown what it needs."""
         self._excess_bytes = error.minimum_bytes - error.budget_bytes - self._correction_bytes
         loop = self._loop
@@ -377,33 +377,33 @@ class StepLimit:
             missing_bytes = error.minimum_bytes - self.size_bytes
             may_run_on &= missing_bytes <= usable_bytes(loop.device())
         if step is not None and may_run_on:
-            step.refusal = Refusal(self._last_budget, error)
+            step.no_plan = NoPlan(self._last_budget, error)
         else:
             self._go_beyond(self._or_final(error))
 
     def end_backward(self, step: Step, watch: StepWatch) -> None:
         """End training if a call was refused, and nothing behind the backward can show more: weights are as before."""
-        if step.refusal is None or self.beyond:
+        if step.no_plan is None or self.beyond:
             return
         # What the user's hooks take behind the backward shows in no phase before it.
         shows_all = self._loop.gradients_linger() and not self._loop.has_hooks_at_end()
         if shows_all and self._resident.temporary_bytes is not None:
-            self._end_refused(step, watch.phases if watch.stop() else [])
+            self._end_without_plan(step, watch.phases if watch.stop() else [])
 
     def end_step(self, step: Step, watch: StepWatch, *, is_measured: bool) -> None:
         """End training if a call was refused, or go on with the plan that takes least."""
-        if step.refusal is None:
+        if step.no_plan is None:
             return
         is_like_later = self._loop.gradients_linger()
         is_like_later &= self._resident.temporary_bytes is not None
         if is_measured and not is_like_later:
             return  # later steps show what this one does not: gradients that add up, an unknown state
-        self._end_refused(step, watch.phases if is_measured else [])
+        self._end_without_plan(step, watch.phases if is_measured else [])
 
-    def _end_refused(self, step: Step, phases: Sequence[StepPhase]) -> None:
-        assert step.refusal is not None
-        budget, error = step.refusal.budget, step.refusal.error
-        step.refusal = None
+    def _end_without_plan(self, step: Step, phases: Sequence[StepPhase]) -> None:
+        assert step.no_plan is not None
+        budget, error = step.no_plan.budget, step.no_plan.error
+        step.no_plan = None
         stage = error.stage
         later = step.as_later(phases)
         highest = highest_of(later)
@@ -416,13 +416,13 @@ class StepLimit:
                 return
             step_bytes = _least_of_step(step, later, highest.peak_bytes, budget.reserved_bytes)
             needed_bytes = max(needed_bytes, step_bytes)
-            stage = step.setter(highest)
+            stage = step.cause_of_peak(highest)
         # Measured anew, a chain may take some bytes more.
         rest_bytes = int(needed_bytes * _UNEVEN) - error.minimum_bytes
         available_bytes = budget.available_bytes - rest_bytes
         budget = budget.reduced_to(available_bytes, "what else steps take")
-        refusal = budget.refusal(least_bytes, error, stage=stage)
-        self._go_beyond(self._or_final(refusal))
+        needed = budget.minimum_error(least_bytes, error, stage=stage)
+        self._go_beyond(self._or_final(needed))
 
     def exceeded(self, highest: StepPhase, step: Step, *, spread_bytes: int) -> None:
         """A measured step has taken more, and no plan takes less: go beyond the limit, or end training.
@@ -434,7 +434,7 @@ class StepLimit:
         if len({call.key for call in step.numbers}) > 1:
             changeable_bytes = max(highest.peak_bytes - self._resident.staying_bytes, 0)
             least_bytes += int(changeable_bytes * _SEVERAL)
-        stage = step.setter(highest)
+        stage = step.cause_of_peak(highest)
         needs = f"a measured step has taken {format_bytes(highest.peak_bytes)} under the plan that takes least"
         if spread_bytes:
             needs += f", and steps differ by {format_bytes(spread_bytes)} under the same plan"
@@ -487,7 +487,7 @@ class StepLimit:
 
     def _final_error(self, highest: StepPhase) -> BudgetError:
         """The error for a peak behind the backward."""
-        stage = Step(None).setter(highest)
+        stage = Step(None).cause_of_peak(highest)
         name = highest.mark.optimizer
         optimizers = [each for each in self._loop.optimizers() if type(each).__name__ == name]
         who = "what runs behind it"

@@ -21,7 +21,7 @@ from lightning_rotor.errors import RotorWarning
 from lightning_rotor.memory.device_memory import resolve_limit, usable_bytes
 from lightning_rotor.memory.held import existing_gradient_bytes, gradient_bytes, storage_bytes
 from lightning_rotor.memory.resident_memory import ResidentMemory, allocated_bytes, named_bytes
-from lightning_rotor.planned.agreement import told_by_all
+from lightning_rotor.planned.agreement import answers_of_all
 from lightning_rotor.private.process_groups import processes
 from lightning_rotor.private.sharding import is_dtensor, messages_bytes, units_in
 from lightning_rotor.profiling.step_compute import StepCompute
@@ -83,9 +83,9 @@ class TrainingLoop(Protocol):
         """Number of processes that train together."""
         return processes()
 
-    def told_by_all(self, told: Told) -> list[Told]:
+    def answers_of_all(self, told: Told) -> list[Told]:
         """The answers of all processes, in the order of ranks. Each waits for all others."""
-        return [told] if self.processes == 1 else told_by_all(told)
+        return [told] if self.processes == 1 else answers_of_all(told)
 
     def warn(self, message: str) -> None:
         """Tell the user, once for all processes."""

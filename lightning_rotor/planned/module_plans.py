@@ -299,7 +299,7 @@ class ModulePlans:
         elif cached is None:
             entry = self._new_entry(signature, value)
         else:
-            entry = self._improved(signature, value, cached)
+            entry = self._kept_or_better(signature, value, cached)
         # A plan for another turn has another part of the budget, so only its costs are taken over.
         if costs_of(entry).turn != turn:
             entry = replace(costs_of(entry), turn=turn)
@@ -312,10 +312,10 @@ class ModulePlans:
         """A call that is not in the cache: from a checkpoint, from other sizes, or measured."""
         known = None
         if signature.cut.way != "compiled":  # of which each size is a graph of its own
-            known = self._recalled(signature) or self._covered(signature) or self._estimated(signature)
-        return self._improved(signature, value, known or self._measured_as_needed(signature, value))
+            known = self._recalled(signature) or self._plan_of_larger_size(signature) or self._estimated(signature)
+        return self._kept_or_better(signature, value, known or self._measured_as_needed(signature, value))
 
-    def _improved(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
+    def _kept_or_better(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
         if self._wants_other_code(signature, entry):
             return self._measured_as_needed(signature, value, before=costs_of(entry))
@@ -391,7 +391,7 @@ class ModulePlans:
             return costs
         return self.use_plan(signature, costs, plan)
 
-    def _covered(self, signature: Signature) -> Prepared | None:
+    def _plan_of_larger_size(self, signature: Signature) -> Prepared | None:
         """The plan of a larger size, or a better one once steps have lost what looking takes; None if neither."""
         turn = self._source.turn
         if not self._source.plans_by_seconds(self.name):
@@ -413,9 +413,9 @@ class ModulePlans:
         rough_seconds = min(lost_seconds, larger.costs.rough_seconds)
         if not rough_seconds and self._estimating.charge(lost_seconds):
             return self._estimated(signature, larger)
-        return self._under(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
+        return self._taking_over(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
 
-    def _under(
+    def _taking_over(
         self, larger: Prepared, signature: Signature, *, lost_seconds: float, rough_seconds: float = 0.0
     ) -> Prepared:
         """A call under the plan of a larger size as it is."""
@@ -472,7 +472,7 @@ class ModulePlans:
             lost_seconds = 0.0
         elif larger is not None and not is_found:
             rough_seconds = rough_seconds_of(larger.plan)
-            return self._under(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
+            return self._taking_over(larger, signature, lost_seconds=lost_seconds, rough_seconds=rough_seconds)
         if plan is None and budget.available_bytes > 0:
             plan = self._solve_if_easy(profile, budget)
             if plan is None:
@@ -715,8 +715,8 @@ class ModulePlans:
             if not budget.is_provisional:
                 try:
                     self._source.hear(NothingFits(error))
-                except BudgetError as refusal:
-                    return refusal, False
+                except BudgetError as too_small:
+                    return too_small, False
             return budget.least_plan(profile.chain, error, slots=self._settings.slots), True
 
     def use_plan(

@@ -119,7 +119,7 @@ class PlannedModules:
         # All forwards that stand in the place of modules' own.
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
         # As texts: frames of an error's traceback would hold all that the first step has made, to the end of training.
-        self._refusals: list[str] = []
+        self._reasons: list[str] = []
         # The planned modules when they were told of last.
         self._told_of: list[PlannedModule] = []
 
@@ -215,7 +215,7 @@ class PlannedModules:
         # Batches of processes differ, so their dry runs may rank modules differently. What one plans alone would send
         # messages that no other waits for, so the first process decides.
         told = listed, self._search.is_open, self._search.messages
-        heard = self._loop.told_by_all(told)
+        heard = self._loop.answers_of_all(told)
         listed, self._search.is_open, _ = heard[0]
         # Which processes exchange messages is known to each for its own modules only. They must be joined before any
         # of them plans, or one asks while another still measures.
@@ -248,7 +248,7 @@ class PlannedModules:
             self._dismiss(name)
         wanted = set(self.names) & set(calls) - self._slight(calls)
         # Again as the first process does: layers that are skipped at random differ from process to process.
-        kept = self._loop.told_by_all(sorted(wanted))[0]
+        kept = self._loop.answers_of_all(sorted(wanted))[0]
         given_up = [module for module in self if module.name not in kept]
         for module in given_up:
             self._detach(module.module)
@@ -298,7 +298,7 @@ class PlannedModules:
         (path, reason), *_ = cut.opaque.items()
         raise ModelError(f"{module.target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
 
-    def refuse(self, name: str, error: RotorError) -> None:
+    def plan_parts_of(self, name: str, error: RotorError) -> None:
         """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
         module = self.named(name)
         if module is not None and module.is_whole:
@@ -308,9 +308,9 @@ class PlannedModules:
             return
         if self._search is None or module is None:
             raise error
-        self._search.refused.add(name)
-        self._refusals.append(str(error))
-        _log.info("RotorCallback cannot plan %s: %s", module.target.place, self._refusals[-1])
+        self._search.no_chains.add(name)
+        self._reasons.append(str(error))
+        _log.info("RotorCallback cannot plan %s: %s", module.target.place, self._reasons[-1])
         # Those found in this step run right now, perhaps around this call, and keep their plans whatever the search
         # says.
         targets = []
@@ -418,8 +418,8 @@ class PlannedModules:
         """The reason why no module is planned; empty if one is, or may be."""
         if self._modules or self._unseen or self._resting:
             return ""
-        if self._refusals:
-            return self._refusals[0]  # of the one with most compute
+        if self._reasons:
+            return self._reasons[0]  # of the one with most compute
         return (
             f"{type(self._loop.model).__name__} holds no submodule with several layers and trainable parameters "
             "that its training_step calls: expected one. Put the layers that take most of the memory into an "

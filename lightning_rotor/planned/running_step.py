@@ -100,7 +100,7 @@ class StepStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class NoPlan:
     """No plan for a call has kept the budget, and the step runs to its end to show what it needs."""
 
     budget: Budget
@@ -123,7 +123,7 @@ class Step:
         numbers: Of its calls, from 0 on.
         other_bytes: What else a GPU's allocator had given out when the first forward began; None on the CPU.
         growing_bytes: By which the state of optimizers will still grow, once they have stepped.
-        refusal: Set where no plan for a call fits.
+        no_plan: Set where no plan for a call fits.
         shares_budget: A call was planned with a part of the budget, because others were to come.
         is_over: Its optimizer has stepped, or gradients are to add up.
         found_gradient_bytes: Gradients that its backward adds to; None before that, or in a step that is not measured.
@@ -135,7 +135,7 @@ class Step:
         self.numbers: dict[Call, int] = {}
         self.other_bytes: int | None = None
         self.growing_bytes = 0
-        self.refusal: Refusal | None = None
+        self.no_plan: NoPlan | None = None
         self.shares_budget = False
         self.is_over = False
         self.found_gradient_bytes: int | None = None
@@ -265,7 +265,7 @@ class Step:
             later.append(phase.raised(more_bytes))
         return later
 
-    def setter(self, phase: StepPhase) -> str:
+    def cause_of_peak(self, phase: StepPhase) -> str:
         """Name of what sets the peak of a phase: a stage, the code around the calls, or an optimizer's step."""
         if phase.kind is PhaseKind.END:
             return "behind the backward"

@@ -214,7 +214,7 @@ class StepPlanner(BudgetSource):
             self.limit.read(batch)
             estimated_bytes = self.modules.estimated_bytes(step.given, batch_idx)
             has_room = self.limit.device_has_room(step, estimated_bytes)
-            if not all(self.loop.told_by_all(has_room)):
+            if not all(self.loop.answers_of_all(has_room)):
                 self._plan_from_now_on()
                 return
         # Processes plan from the same step on, so only steps that all of them measure may lead to a plan.
@@ -231,7 +231,7 @@ class StepPlanner(BudgetSource):
         self._compilation.enter_context(compilation_heard(self.watch.begin_compiling, self.watch.end_compiling))
         self.watch.start(self.loop, batch, is_due=is_due)
         is_refused = is_due and not self.watch.due
-        if is_due and any(self.loop.told_by_all(is_refused)):
+        if is_due and any(self.loop.answers_of_all(is_refused)):
             # Nobody would see that the limit is exceeded. Costs of stages are measured by another step.
             self._compilation.close()
             self.watch.drop()
@@ -255,7 +255,7 @@ class StepPlanner(BudgetSource):
         exceeds = highest is not None and highest.peak_bytes > self.limit.size_bytes
         if highest is not None:
             self.limit.note_as_compiled(highest.peak_bytes)
-        if was_due and any(self.loop.told_by_all(exceeds)):
+        if was_due and any(self.loop.answers_of_all(exceeds)):
             # First, as it may end training with an error, which answers.
             self._plan_from_now_on()
             self._unanswered_bytes = 0 if highest is None or not exceeds else highest.peak_bytes
@@ -500,7 +500,7 @@ class StepPlanner(BudgetSource):
             self._note_sizes(step, highest.peak_bytes)
         # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
-        is_enough = self.limit.correct_plans(self.modules, step, phases, highest.peak_bytes, may_grow=may_grow)
+        is_enough = self.limit.correct_each_plan(self.modules, step, phases, highest.peak_bytes, may_grow=may_grow)
         # A first step takes what no later one does, so the next one decides.
         if not is_enough and not step.is_first:
             self._note_excess(highest)
@@ -667,7 +667,7 @@ class StepPlanner(BudgetSource):
                 self.modules.object_to(name, cut)
             case NoChain(name, error):
                 self.watch.resume()  # the module runs plainly next
-                self.modules.refuse(name, error)
+                self.modules.plan_parts_of(name, error)
             case ProfilerBusy(error):
                 self.watch.resume()
                 self._become(Event.PROFILER_IN_USE)
@@ -677,7 +677,7 @@ class StepPlanner(BudgetSource):
                     topic="profiler",
                 )
             case NothingFits(error):
-                self.limit.refuse(error, self._step)
+                self.limit.note_no_plan(error, self._step)
 
     def _call_begins(self, value: Any) -> None:
         """A call is about to run."""

@@ -129,7 +129,7 @@ class TargetSearch:
         model: The model.
         may_be_whole: The model itself is the choice if its forward reaches much more compute than any submodule.
     Attributes:
-        refused: Names of modules that have turned out to be no chain. Their parts are targets in their place.
+        no_chains: Names of modules that have turned out to be no chain. Their parts are targets in their place.
         is_open: True while the step may compute in places that are not known.
     """
 
@@ -139,7 +139,7 @@ class TargetSearch:
         self._compute: StepCompute | None = None
         self._calls: Collection[str] = ()
         self._unseen_because = "its compute is not known yet"
-        self.refused: set[str] = set()
+        self.no_chains: set[str] = set()
         self.is_open = True
 
     def count(self, compute: Callable[[], StepCompute]) -> None:
@@ -176,7 +176,7 @@ class TargetSearch:
             return [self._target("")]
         unseen = list(self._unmet(self._model)) if self.is_open else []
         nothing_inside = not seen and not unseen
-        if nothing_inside and self.is_open and self._may_be_whole and "" not in self.refused:
+        if nothing_inside and self.is_open and self._may_be_whole and "" not in self.no_chains:
             # Nothing but single layers: the model's own forward is what can be cut, if the step calls it.
             if self._weight("") > 0:
                 unseen = [""]
@@ -221,7 +221,7 @@ class TargetSearch:
     def _is_better_whole(self, seen: Sequence[str]) -> bool:
         """True if the model's own forward reaches much more than its best submodule."""
         compute = self._compute
-        if not self._may_be_whole or "" in self.refused:
+        if not self._may_be_whole or "" in self.no_chains:
             return False
         if compute is None or not compute.calls[""]:
             return False
@@ -238,7 +238,7 @@ class TargetSearch:
             name = f"{prefix}{key}"
             # A module that cannot be a chain is no end: its children may be.
             was_met = self._compute.plannable[name] > 0
-            if was_met and name not in self.refused and may_be_planned(child):
+            if was_met and name not in self.no_chains and may_be_planned(child):
                 yield name, child
             else:
                 yield from self._met(child, f"{name}.")
@@ -248,7 +248,7 @@ class TargetSearch:
         for key, child in module.named_children():
             name = f"{prefix}{key}"
             was_met = self._compute is not None and self._compute.plannable[name] > 0
-            was_refused = name in self.refused
+            was_refused = name in self.no_chains
             if was_met and not was_refused:
                 continue
             if not was_met and not was_refused and _computes(child):
@@ -287,7 +287,7 @@ class TargetSearch:
             for key, child in children:
                 name = f"{parent}.{key}".lstrip(".")
                 is_equal = (parent, type(child)) in groups
-                if is_equal and name not in names and name not in self.refused and may_be_planned(child):
+                if is_equal and name not in names and name not in self.no_chains and may_be_planned(child):
                     skipped.append(name)
         return skipped
 
@@ -337,8 +337,8 @@ class TargetSearch:
         # With the reason for each: whoever reads that something is left out wants to know why it is not the rest.
         planned = ", ".join(f"{target.place}, {target.reason}" for target in targets)
         refused = ""
-        if self.refused:
-            places = sorted(repr(name) if name else "the model itself" for name in self.refused)
+        if self.no_chains:
+            places = sorted(repr(name) if name else "the model itself" for name in self.no_chains)
             refused = f". {' and '.join(places)} could not be planned as a whole, the log says why"
         return (
             f"plans {planned}; not planned, and kept as without a limit: {spelled_shares(left_out)}. "

@@ -103,7 +103,7 @@ class Solver(MovingSearch):
             simulation = self.fastest(budget_bytes)
         if simulation is None:
             # With the least budget whatever was asked for, as users have to know it in either case.
-            raise self._refusal(budget_bytes)
+            raise self._minimum_error(budget_bytes)
         return self._plan(simulation, budget_bytes, time.perf_counter() - start)
 
     def plan_of_tables(self, budget_bytes: int) -> Plan | None:
@@ -129,7 +129,7 @@ class Solver(MovingSearch):
             **self.conditions,
         )
 
-    def _refusal(self, budget_bytes: object) -> BudgetError:
+    def _minimum_error(self, budget_bytes: object) -> BudgetError:
         """The error that names the least budget and the stage that sets it."""
         least = self.smallest
         stage = self.chain.stages[least.peak_stage].name

@@ -30,7 +30,7 @@ Without running the user's model on its device:
 from lightning_rotor.profiling.chain_profile import Profile
 from lightning_rotor.profiling.chain_profiler import profile_chain
 from lightning_rotor.profiling.memory_recording import Recording
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
+from lightning_rotor.profiling.meters import AllocatorMeter, CpuMeter, Meter, meter_for
 from lightning_rotor.profiling.step_meter import StepMeter
 
-__all__ = ["CpuMeter", "CudaMeter", "Meter", "Profile", "Recording", "StepMeter", "meter_for", "profile_chain"]
+__all__ = ["AllocatorMeter", "CpuMeter", "Meter", "Profile", "Recording", "StepMeter", "meter_for", "profile_chain"]

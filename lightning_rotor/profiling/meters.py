@@ -1,6 +1,6 @@
 """Meters: exact bytes from the allocator, and a clock that knows the device.
 
-A meter makes recordings, whose marks cut them into phases. ``CudaMeter`` serves each kind of device whose allocator
+A meter makes recordings, whose marks cut them into phases. ``AllocatorMeter`` serves each kind of device whose allocator
 tells levels and peaks (``devices``). A kind without has a meter of its own here, chosen in ``meter_for``, and a
 recording beside ``cpu_recording`` and ``cuda_recording``.
 """
@@ -103,7 +103,7 @@ class CpuMeter(Meter):
         return CpuRecording(of_step=of_step, older=older, unknown_too=unknown_too)
 
 
-class CudaMeter(Meter):
+class AllocatorMeter(Meter):
     """Bytes from the caching allocator's statistics, seconds from events on the current stream.
 
     It serves any kind of device whose class in ``devices`` tells levels and peaks.
@@ -152,4 +152,4 @@ def meter_for(device: torch.device) -> Meter:
     if kind_of(device) is HOST:
         return CpuMeter()
     # Of any kind whose allocator tells levels. One that does not refuses the first recording.
-    return CudaMeter(device)
+    return AllocatorMeter(device)

@@ -19,7 +19,7 @@ import torch
 from lightning_rotor.chain import Chain
 from lightning_rotor.execution.passes import repeating
 from lightning_rotor.execution.segment import recomputed
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter, Meter, meter_for
+from lightning_rotor.profiling.meters import AllocatorMeter, CpuMeter, Meter, meter_for
 from lightning_rotor.schedule import Schedule
 
 # More than the caches of one processor core hold, and as much as all caches of the processor hold.
@@ -57,7 +57,7 @@ def unwatched_seconds(chain: Chain, schedule: Schedule) -> float:
 def segment_seconds(device: torch.device, meter: Meter) -> float:
     """Time that a segment takes of the host beyond what runs in it, measured once a process: models do not matter."""
     # A meter of somebody else's may count in other units.
-    if type(meter) in (CpuMeter, CudaMeter):
+    if type(meter) in (CpuMeter, AllocatorMeter):
         return _measured_once(device)
     return _measured(device, meter)
 

@@ -78,7 +78,7 @@ def test_the_smallest_size_that_any_process_finds_best_is_taken(monkeypatch: pyt
             return [own, own // 2]
         return [own]
 
-    monkeypatch.setattr(TrainerLoop, "told_by_all", told)
+    monkeypatch.setattr(TrainerLoop, "answers_of_all", told)
     callback = advice()
     fit(Net(), callback)
     assert callback.advice is not None

@@ -142,9 +142,9 @@ def test_a_refusal_may_name_another_stage() -> None:
     costs = chain()
     budget = Budget(least_bytes(costs) // 2, reserved_bytes=1000)
     error = BudgetError("", budget_bytes=1, minimum_bytes=2, stage="a", gradient_bytes=3)
-    refusal = budget.refusal(5000, error, stage="b")
+    refusal = budget.minimum_error(5000, error, stage="b")
     assert (refusal.stage, refusal.minimum_bytes, refusal.gradient_bytes) == ("b", 6000, 3)
-    assert budget.refusal(5000, error).stage == "a"
+    assert budget.minimum_error(5000, error).stage == "a"
 
 
 def test_errors_for_limits_read_alike() -> None:

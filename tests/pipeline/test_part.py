@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_rotor.capture.sequentialize import sequentialize
 from lightning_rotor.pipeline.layouts import Layout
-from lightning_rotor.pipeline.part import Part, Step, crossing
+from lightning_rotor.pipeline.part import Part, PipelineStep, crossing
 
 
 def test_parts_in_a_row_are_the_whole() -> None:
@@ -49,7 +49,7 @@ def test_outputs_of_a_micro_batch_are_kept_for_whoever_asks() -> None:
     x = torch.randn(2, 3)
     part = Part(0, sequentialize(net, (x,)).stages, (0, 0))
     with torch.no_grad():
-        part.step = Step(((Layout.of([x], "input"), Layout.of([net(x)], "output")),))
+        part.step = PipelineStep(((Layout.of([x], "input"), Layout.of([net(x)], "output")),))
         part.outputs = {}
         (made,) = part(x, micro_batch=0)
     assert torch.equal(made, net(x))

@@ -47,8 +47,8 @@ def after_bytes(around: AroundCalls, planned: Path) -> list[int]:
 
 def test_bytes_around_larger_calls_grow_in_proportion_and_around_smaller_ones_stay() -> None:
     measured = Around([Outside(after_bytes=10)], kept_bytes=100)
-    assert measured.for_size(200).outside == [Outside(after_bytes=20)]
-    assert measured.for_size(50) is measured
+    assert measured.scaled_to(200).outside == [Outside(after_bytes=20)]
+    assert measured.scaled_to(50) is measured
     assert measured.at_least(Around([Outside(7, 3)], 1)).outside == [Outside(7, 10)]
 
 

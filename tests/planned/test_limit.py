@@ -113,22 +113,22 @@ def test_a_call_without_a_plan_ends_training_only_behind_a_step_that_shows_what_
     limit = limit_of(Loop())
     step = step_with(torch.ones(1))
     limit.budget(chain, nn.ModuleList(), step)
-    limit.refuse(refusal(limit, 2 * LIMIT), step)
-    assert step.refusal is not None
+    limit.note_no_plan(refusal(limit, 2 * LIMIT), step)
+    assert step.no_plan is not None
     with pytest.raises(BudgetError, match=r"mem_limit .* is below the minimum") as error:
         limit.end_step(step, Any, is_measured=False)  # type: ignore[arg-type]
     assert 2 * LIMIT <= error.value.minimum_bytes <= 2.02 * LIMIT
-    assert step.refusal is None
+    assert step.no_plan is None
     with pytest.raises(BudgetError, match="too small"):
-        limit.refuse(refusal(limit, 2 * LIMIT), None)  # between two steps
+        limit.note_no_plan(refusal(limit, 2 * LIMIT), None)  # between two steps
 
 
 def test_beyond_the_limit_training_goes_on_with_one_warning(chain: Chain) -> None:
     limit = limit_of(Loop(), beyond=True)
     limit.budget(chain, nn.ModuleList(), None)
     with pytest.warns(RotorWarning, match="training goes on beyond the limit"):
-        limit.refuse(refusal(limit, 2 * LIMIT), None)
-    limit.refuse(refusal(limit, 2 * LIMIT), None)  # another warning would be an error here
+        limit.note_no_plan(refusal(limit, 2 * LIMIT), None)
+    limit.note_no_plan(refusal(limit, 2 * LIMIT), None)  # another warning would be an error here
 
 
 def test_a_step_that_has_exceeded_names_a_limit_that_is_enough(chain: Chain) -> None:
@@ -168,7 +168,7 @@ def test_the_optimizers_step_counts_but_not_the_first_ones(chain: Chain) -> None
 def test_processes_keep_inside_the_least_of_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop()
     limit = limit_of(loop)
-    monkeypatch.setattr(Loop, "told_by_all", lambda self, told: [told, told - 5, told + 5])
+    monkeypatch.setattr(Loop, "answers_of_all", lambda self, told: [told, told - 5, told + 5])
     limit.agree([])
     limit.read([])
     assert limit.size_bytes == LIMIT - 5

@@ -77,13 +77,13 @@ def test_what_sets_a_peak_has_a_name(mark: Mark, name: str) -> None:
     step = Step(None)
     step.add(call("net"))
     step.add(call("other"))
-    assert step.setter(StepPhase(mark, 0, 1, 0)) == name
+    assert step.cause_of_peak(StepPhase(mark, 0, 1, 0)) == name
 
 
 def test_the_stage_alone_is_named_where_one_module_is_called() -> None:
     step = Step(None)
     step.add(call("net"))
-    assert step.setter(phase(PhaseKind.FORWARD, 0)) == "second"
+    assert step.cause_of_peak(phase(PhaseKind.FORWARD, 0)) == "second"
 
 
 def test_later_steps_hold_what_the_first_one_lacks() -> None:

@@ -7,7 +7,7 @@ import time
 import torch
 
 from lightning_rotor.profiling.interruptions import Interruptions
-from lightning_rotor.profiling.meters import CpuMeter, CudaMeter
+from lightning_rotor.profiling.meters import AllocatorMeter, CpuMeter
 
 SLEEP = 0.02
 
@@ -27,6 +27,6 @@ def test_a_wait_is_told_from_work() -> None:
             pass
         found.append(watch.any())
     assert not all(found)
-    other = Interruptions(CudaMeter(torch.device("cuda")))
+    other = Interruptions(AllocatorMeter(torch.device("cuda")))
     time.sleep(SLEEP)
     assert not other.any()  # the host waits for a device anyway

@@ -10,13 +10,13 @@ import torch
 
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.torch_names import is_profiling
-from lightning_rotor.profiling import CpuMeter, CudaMeter, meter_for
+from lightning_rotor.profiling import AllocatorMeter, CpuMeter, meter_for
 
 
 def test_each_kind_of_device_has_a_meter() -> None:
     assert isinstance(meter_for(torch.device("cpu")), CpuMeter)
     gpu = meter_for(torch.device("cuda", 1))
-    assert isinstance(gpu, CudaMeter)
+    assert isinstance(gpu, AllocatorMeter)
     assert (gpu.block_bytes, gpu.needs_warm_up, gpu.is_taken) == (512, True, False)
 
 
@@ -70,5 +70,5 @@ def test_seconds_of_a_gpu_are_those_between_events() -> None:
             return other.milliseconds - self.milliseconds
 
     start, end = Event(10.0), Event(260.0)
-    assert CudaMeter(torch.device("cuda")).seconds_between(start, end) == 0.25  # type: ignore[arg-type]
+    assert AllocatorMeter(torch.device("cuda")).seconds_between(start, end) == 0.25  # type: ignore[arg-type]
     assert (start.waits, end.waits) == (0, 1)

@@ -214,7 +214,7 @@ def partition(
         cuts = cuts_of(check_balance(balance, chain.names, problem.stages))
         choices = search.only(cuts)
         if choices is None:
-            raise _refusal(costs, cuts, f"balance={list(balance)} does not fit")
+            raise _partition_error(costs, cuts, f"balance={list(balance)} does not fit")
         return Partition(problem, tuple(choices), bound_seconds)
 
     choices, bound_seconds = search.run()
@@ -223,11 +223,11 @@ def partition(
         cuts = _least_memory_cuts(costs)
         choices = search.only(cuts)
         if choices is None:
-            raise _refusal(costs, cuts, "no partition fits")
+            raise _partition_error(costs, cuts, "no partition fits")
     return Partition(problem, tuple(choices), bound_seconds)
 
 
-def _refusal(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
+def _partition_error(costs: Costs, cuts: Cuts, what: str) -> PartitionError:
     """Error with the least memory per device, and who has less, as if its stages' peaks coincided."""
     problem = costs.problem
     devices = len(problem.devices)
