@@ -170,6 +170,7 @@ def test_a_report_leaves_training_alone(tmp_path: Path) -> None:
     assert advised[1].sizes[0] == 32
 
 
+@pytest.mark.wide
 def test_a_module_that_is_called_with_keywords(tmp_path: Path) -> None:
     class Named(Net):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -247,10 +247,11 @@ def plain_and_planned(module: nn.Module, net: Checkpointable, x: torch.Tensor) -
 @pytest.mark.parametrize(
     ("ratio", "change"),  # with and without recomputation
     [
-        *((0.4, change) for change in ("mode", "attribute", "shape")),
-        *((2.0, change) for change in ("learning", "autocast", "global")),
-        *(pytest.param(2.0, change, marks=pytest.mark.wide) for change in ("mode", "attribute", "shape")),
-        *(pytest.param(0.4, change, marks=pytest.mark.wide) for change in ("learning", "autocast", "global")),
+        # What is below changes the mode of a compiled module, and what learns before a call has settled.
+        *((0.4, change) for change in ("attribute", "shape")),
+        *((2.0, change) for change in ("autocast", "global")),
+        *(pytest.param(2.0, change, marks=pytest.mark.wide) for change in ("mode", "learning", "attribute", "shape")),
+        *(pytest.param(0.4, change, marks=pytest.mark.wide) for change in ("mode", "learning", "autocast", "global")),
     ],
 )
 def test_a_settled_call_is_left_when_something_changes(

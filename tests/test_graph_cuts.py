@@ -131,7 +131,7 @@ def torchvision_model(name: str) -> nn.Module:
         ("vit", 8),
         pytest.param("swin", 8, marks=pytest.mark.wide),
         pytest.param("convnext_tiny", 20, marks=pytest.mark.wide),
-        ("shufflenet_v2_x0_5", 6),
+        pytest.param("shufflenet_v2_x0_5", 6, marks=pytest.mark.wide),
         pytest.param("regnet_y_400mf", 15, marks=pytest.mark.wide),
     ],
 )

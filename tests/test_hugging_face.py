@@ -86,6 +86,7 @@ def test_the_hugging_face_trainer_trains_it_as_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(one, read.state_dict()[name]) for name, one in plain.state_dict().items())
 
 
+@pytest.mark.wide
 def test_the_hugging_face_trainer_resumes_with_it(tmp_path: Path) -> None:
     states = []
     for wrap in (lambda model: model, lambda model: Checkpointable(model, mem_limit="1GiB")):

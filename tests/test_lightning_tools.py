@@ -293,7 +293,9 @@ _FINDER = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from lightning_rotor import RotorCallback
+    from lightning_rotor.profiling import stage_seconds
 
+    stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # its lack of memory has another text, which Lightning does not know
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -532,6 +534,7 @@ def test_one_graph_is_refused(tmp_path: Path, part: str) -> None:
         fit(tmp_path, [RotorCallback(LIMIT, show_table=False)], lambda: compiled(part, fullgraph=True))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Path) -> None:
@@ -543,6 +546,7 @@ def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Pat
     assert_same_bits(list(fit(tmp_path, [])[1].parameters()), list(planned.parameters()))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_model_itself_can_be_the_target(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import few
 from tests.imported_python import ImportedPython
 
 # Run before the package is imported; torch and Lightning, which ask for some of it themselves, are there by then.
@@ -81,7 +82,8 @@ print(rotor.plan.overhead)
 """
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+# Windows lacks what macOS lacks, and more.
+@pytest.mark.parametrize("system", few(SYSTEMS, "Windows"))
 def test_it_imports_plans_and_trains_without_what_other_systems_lack_and_so_does_the_callback(
     system: str, tmp_path: Path, imported_python: ImportedPython
 ) -> None:

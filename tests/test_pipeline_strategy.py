@@ -158,7 +158,11 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "options", "training"), TRAININGS)
+# The first is part of the last, and the schedule of the second that of test_pipeline_runner.
+@pytest.mark.parametrize(
+    ("world", "options", "training"),
+    [pytest.param(*each, marks=pytest.mark.wide if number < 2 else []) for number, each in enumerate(TRAININGS)],
+)
 def test_training_equals_that_of_one_process(
     group: Processes, tmp_path: Path, world: int, options: dict[str, Any], training: dict[str, Any]
 ) -> None:
@@ -426,8 +430,13 @@ REFUSED = [
     (Model, {}, {"plugins": scaled}, '"16-mixed" scales the loss.*expected "bf16-mixed"'),
     (Model, {}, {"callbacks": averaging}, "EMAWeightAveraging averages the weights of the whole model"),
     (ByHand, {}, {}, "manual optimization .*expected automatic optimization"),
-    (ByHand, {"schedule": "gpipe"}, {}, "manual optimization .*expected automatic optimization"),
-    (ByHand, {"schedule": "interleaved"}, {}, "manual optimization .*expected automatic optimization"),
+    *(
+        pytest.param(
+            *(ByHand, {"schedule": schedule}, {}, "manual optimization .*expected automatic optimization"),
+            marks=pytest.mark.wide,
+        )
+        for schedule in ("gpipe", "interleaved")
+    ),
 ]
 
 
@@ -460,7 +469,7 @@ def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(tmp_pa
     """The last process finds out about a second call, in its first step."""
     called = "training_step called the module that is cut into pipeline stages"
     # These processes stay when a job fails, so the first one waits for its message for as long as gloo does.
-    with processes(2, patience_seconds=50) as group:
+    with processes(2, patience_seconds=20) as group:
         first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
         assert isinstance(first, Failure)
         assert last.kind == "PipelineError"

@@ -182,9 +182,7 @@ class Changing(L.LightningModule):
     few(
         ["size", "argument", "attribute", "class attribute", "dict", "global"],
         "size",
-        "argument",
         "attribute",
-        "global",
     ),
 )
 def test_a_call_runs_what_was_recorded_for_it_where_another_recording_has_equal_names(

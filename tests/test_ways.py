@@ -147,7 +147,11 @@ class Pair:
     planned_checkpoint: Path
 
 
-@pytest.fixture(scope="module", params=kinds(), ids=lambda kind: kind.way)
+# Skips of a model that symbols trace are those of test_skips and test_graph_cuts.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=pytest.mark.wide if kind.way == "graph" else [], id=kind.way) for kind in kinds()],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     kind: Kind = request.param
     folder = tmp_path_factory.mktemp(kind.way)
