@@ -327,6 +327,7 @@ def test_a_limit_bounds_what_is_allocated(
     assert device.peaks[-1][0] == rotor.measured_peak_bytes
 
 
+@pytest.mark.wide
 def test_a_share_of_a_device_that_others_use_is_what_they_leave(
     roomy: tuple[dict[str, Any], RotorCallback, Device],
 ) -> None:
@@ -388,6 +389,7 @@ def test_two_modules_on_one_device_keep_one_limit() -> None:
     assert any(rotor.plan is not None and rotor.plan.recomputed for rotor in rotors)
 
 
+@pytest.mark.wide
 def test_another_process_that_takes_memory_makes_the_forward_run_again(
     roomy: tuple[dict[str, Any], RotorCallback, Device], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -128,7 +128,7 @@ def torchvision_model(name: str) -> nn.Module:
         pytest.param("inception_v3", 15, marks=pytest.mark.wide),
         pytest.param("mobilenet_v3_small", 20, marks=pytest.mark.wide),
         pytest.param("efficientnet_b0", 25, marks=pytest.mark.wide),
-        ("vit", 8),
+        pytest.param("vit", 8, marks=pytest.mark.wide),
         pytest.param("swin", 8, marks=pytest.mark.wide),
         pytest.param("convnext_tiny", 20, marks=pytest.mark.wide),
         pytest.param("shufflenet_v2_x0_5", 6, marks=pytest.mark.wide),

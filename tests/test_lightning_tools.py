@@ -288,14 +288,16 @@ def test_learning_rates(tmp_path: Path, as_callback: bool) -> None:
 
 _FINDER = """
     import resource, sys, logging
-    import lightning.pytorch as L, torch
+    import lightning.pytorch as L, pytest, torch
     from lightning.pytorch.tuner import Tuner
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from lightning_rotor import RotorCallback
     from lightning_rotor.profiling import stage_seconds
+    from tests.grids import make_tables_coarse
 
-    stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here
+    stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here, and not how good plans are
+    make_tables_coarse(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # its lack of memory has another text, which Lightning does not know
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -348,8 +350,8 @@ def test_a_larger_batch_is_found(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(_FINDER))
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
     # Every tensor in pages of its own, so that what is freed is free.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     root = Path(__file__).parents[1]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=root, env=environment, check=False)
     assert "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     plain, planned, recomputed = map(int, done.stdout.split("FOUND")[1].split())

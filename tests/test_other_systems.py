@@ -98,6 +98,7 @@ def test_it_imports_plans_and_trains_without_what_other_systems_lack_and_so_does
     assert overhead == "0.0"
 
 
+@pytest.mark.wide
 def test_the_command_line_plans_there(imported_python: ImportedPython) -> None:
     options = ["plan", "--model", "torch.nn.TransformerEncoderLayer", "--input", "3x4x8", "--budget", "1GiB"]
     options += ["--model-arg", "d_model=8", "--model-arg", "nhead=2"]

@@ -262,6 +262,7 @@ def test_variants_of_blocks_of_other_sizes_are_compiled_for_one_size_each() -> N
     assert not any(variants)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("_one_budget")
 def test_variants_are_compiled_with_the_users_settings() -> None:
     backend = Backend()
@@ -349,7 +350,7 @@ def test_a_variant_of_other_bits_is_withheld(caplog: pytest.LogCaptureFixture) -
     assert "not under budget 0.3: outputs, gradients or buffers differ in bits" in text
 
 
-@pytest.mark.parametrize(("error", "used"), [(1e-6, True), (1e-3, False)])
+@pytest.mark.parametrize(("error", "used"), [(1e-6, True), pytest.param(1e-3, False, marks=pytest.mark.wide)])
 @pytest.mark.usefixtures("_one_budget")
 def test_variants_that_differ_by_rounding_are_used_on_request(
     error: float, used: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -373,6 +374,7 @@ def test_variants_that_differ_by_rounding_are_used_on_request(
     assert used or "not under budget 0: outputs, gradients or buffers differ by more than rounding" in caplog.text
 
 
+@pytest.mark.wide
 def test_a_block_with_buffers_runs_under_every_budget_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rotor.profiling.variant_costs._worthwhile", tuple)
     net = Net([compiled(Statistics())])

@@ -121,8 +121,11 @@ def train(
 
 @pytest.mark.parametrize(
     ("net", "shape", "shares"),
-    [(transformer(), TOKENS, (0.85,)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.9,))],
-    ids=["transformer", "dropout", "batch norm"],
+    [
+        pytest.param(transformer(), TOKENS, (0.85,), id="transformer", marks=pytest.mark.wide),
+        pytest.param(transformer(0.2), TOKENS, (0.6,), id="dropout"),
+        pytest.param(CONVOLUTIONS, IMAGES, (0.9,), id="batch norm"),
+    ],
 )
 def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
     net: nn.Module, shape: tuple[int, ...], shares: tuple[float, ...]
@@ -146,6 +149,7 @@ def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
         assert found.peak.peak_bytes - around_bytes <= peak_bytes <= found.peak.peak_bytes
 
 
+@pytest.mark.wide
 def test_inductor_compiles_the_pair_to_the_bits_of_its_own() -> None:
     # Each kernel takes a C++ compiler two seconds, so few of them: no norms and no attention.
     wide = ((nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3))
