@@ -162,6 +162,7 @@ def test_nothing_fits() -> None:
         asked(OneBlock, devices=2, batch=4, mem_limit="10kB")
 
 
+@pytest.mark.wide
 def test_tied_weights_and_autocast_do_not_speak_against_pipelines() -> None:
     assert of_kind(asked(Tied, devices=2), "pipeline")
     assert of_kind(asked(OneBlock, devices=2, precision="bf16-mixed"), "pipeline")

@@ -89,7 +89,7 @@ def fit(
     model = (make or Net)()
     quiet = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "max_epochs": 2, "default_root_dir": folder,
+        "max_epochs": 1, "default_root_dir": folder,
     }  # fmt: skip
     trainer = L.Trainer(**quiet | options, callbacks=callbacks)
     trainer.fit(model)
@@ -180,8 +180,8 @@ def test_two_trainers(tmp_path: Path) -> None:
     def rotor() -> RotorCallback:
         return RotorCallback(LIMIT, "body", show_table=False)
 
-    plain = fit(tmp_path, [TrainsAnother(list)])[1]
-    planned = fit(tmp_path, [rotor(), TrainsAnother(lambda: [rotor()])])[1]
+    plain = fit(tmp_path, [TrainsAnother(list)], max_epochs=2)[1]
+    planned = fit(tmp_path, [rotor(), TrainsAnother(lambda: [rotor()])], max_epochs=2)[1]
     assert_same_bits(dict(plain.state_dict()), dict(planned.state_dict()))
     assert len(inner) == 4
     assert_same_bits(dict(inner[0].state_dict()), dict(inner[2].state_dict()))
@@ -211,10 +211,10 @@ def test_profilers(tmp_path: Path, profiler: type[Any]) -> None:
 def test_a_profiler_that_never_pauses(tmp_path: Path) -> None:
     rotor = RotorCallback(LIMIT, "body", show_table=False)
     with pytest.warns(RotorWarning) as caught:
-        planned = fit(tmp_path, [rotor], profiler=PyTorchProfiler(), limit_train_batches=2, max_epochs=1)[1]
+        planned = fit(tmp_path, [rotor], profiler=PyTorchProfiler(), limit_train_batches=2)[1]
     told = [str(warning.message) for warning in caught if warning.category is RotorWarning]
     assert [message.split(",")[0] for message in told] == ["RotorCallback runs the module plainly"]
-    plain = fit(tmp_path, [], limit_train_batches=2, max_epochs=1)[1]
+    plain = fit(tmp_path, [], limit_train_batches=2)[1]
     assert_same_bits(dict(plain.state_dict()), dict(planned.state_dict()))
 
 
@@ -253,7 +253,7 @@ def test_the_summary_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     seen: list[Any] = []
     for callbacks in ([], [RotorCallback(show_table=False)]):
-        fit(tmp_path, [*callbacks, Seen(max_depth=3)], WithExample, max_epochs=1)
+        fit(tmp_path, [*callbacks, Seen(max_depth=3)], WithExample)
     assert seen[0] == seen[1]
     assert "body.0" in str(seen[0])
 

@@ -465,11 +465,13 @@ def refused_in_its_step(rank: int, folder: str, kind: type[Model]) -> None:
     fit(folder, RotorPipelineStrategy("net", micro_batches=4), 2, kind=kind)
 
 
+# Half a minute, most of which is waiting.
+@pytest.mark.wide
 def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(tmp_path: Path) -> None:
     """The last process finds out about a second call, in its first step."""
     called = "training_step called the module that is cut into pipeline stages"
     # These processes stay when a job fails, so the first one waits for its message for as long as gloo does.
-    with processes(2, patience_seconds=20) as group:
+    with processes(2, patience_seconds=50) as group:
         first, last = group.run(2, refused_in_its_step, str(tmp_path), Twice)
         assert isinstance(first, Failure)
         assert last.kind == "PipelineError"

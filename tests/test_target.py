@@ -140,7 +140,7 @@ class Manual(Trunk):
     [
         # The others are trunks, too; test_callback has these precisions and ways to optimize, without a name as well.
         *(pytest.param(Trunk, precision, marks=pytest.mark.wide) for precision in ("32-true", "bf16-mixed")),
-        (RareHead, "32-true"),
+        pytest.param(RareHead, "32-true", marks=pytest.mark.wide),
         (Restless, "32-true"),
         pytest.param(Manual, "32-true", marks=pytest.mark.wide),
     ],

@@ -147,10 +147,10 @@ class Pair:
     planned_checkpoint: Path
 
 
-# Skips of a model that symbols trace are those of test_skips and test_graph_cuts.
+# Sequential models train in test_callback and most others, and skips of one that symbols trace in test_skips.
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(kind, marks=pytest.mark.wide if kind.way == "graph" else [], id=kind.way) for kind in kinds()],
+    params=[pytest.param(kind, marks=[] if kind.make is GPT else pytest.mark.wide, id=kind.way) for kind in kinds()],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     kind: Kind = request.param

@@ -428,6 +428,7 @@ def test_unknown_variants_are_refused(make: Callable[[], Any]) -> None:
         make()
 
 
+@pytest.mark.wide
 def test_a_variant_that_cannot_be_compiled_is_withheld(caplog: pytest.LogCaptureFixture) -> None:
     def fail(budget: float) -> None:
         if budget == 0.3:
