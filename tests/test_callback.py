@@ -246,6 +246,7 @@ def test_the_process_stays_inside_the_limit(tmp_path: Path, momentum: bool) -> N
         assert callback.measured_peak_bytes == pytest.approx(callback.predicted_peak_bytes, rel=0.02)
 
 
+@pytest.mark.wide
 def test_several_shapes_in_the_first_steps(tmp_path: Path) -> None:
     class Twice(Net):
         """Calls the planned module with two shapes in one step."""
@@ -288,6 +289,7 @@ def test_what_the_plan_could_not_know_is_corrected_after_the_first_steps(tmp_pat
     assert max(size for _, size in callback.state_dict()["corrections"].values()) > 0
 
 
+@pytest.mark.wide
 def test_a_limit_that_needs_nothing_changes_nothing(tmp_path: Path) -> None:
     callback = RotorCallback(show_table=False)
     fit([callback], tmp_path)
@@ -295,6 +297,7 @@ def test_a_limit_that_needs_nothing_changes_nothing(tmp_path: Path) -> None:
     assert callback.plan.recomputed == ()
 
 
+@pytest.mark.wide
 def test_the_module_is_as_before(tmp_path: Path) -> None:
     model = Net()
     printed, keys, parameters = repr(model), list(model.state_dict()), list(model.parameters())
