@@ -125,6 +125,7 @@ def test_ways_come_fastest_first_with_their_lines(advice: Advice) -> None:
     )
 
 
+@pytest.mark.wide
 def test_the_bubble_of_equal_stages_is_what_the_papers_say() -> None:
     """(p - 1) of (m + p - 1) rounds, with equal stages and messages without seconds."""
     far = Cluster(GPUS["H100"], 4, 1, Link(), Link())

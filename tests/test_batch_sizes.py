@@ -48,6 +48,7 @@ def step_bytes(model: nn.Module, run: Executor, sample: torch.Tensor) -> int:
     return meter.stop().peak_bytes
 
 
+@pytest.mark.wide
 def test_predicted_bytes_are_those_of_the_allocator() -> None:
     model = blocks()
     advice = advise_batch_size(

@@ -200,9 +200,9 @@ def assert_equal_nested(left: Any, right: Any) -> None:
     ("model_options", "trainer_options"),
     [
         pytest.param({}, {}, marks=pytest.mark.wide),  # as in most other tests of the callback
-        ({"manual": True}, {}),
+        pytest.param({"manual": True}, {}, marks=pytest.mark.wide),  # test_lightning_training has it, and precisions
         ({"momentum": True}, {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}),
-        ({}, {"precision": "bf16-mixed"}),
+        pytest.param({}, {"precision": "bf16-mixed"}, marks=pytest.mark.wide),
     ],
     ids=["adamw", "manual optimization", "sgd, clipping and accumulation", "bf16-mixed"],
 )

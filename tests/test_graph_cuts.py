@@ -676,6 +676,7 @@ def fit(model: L.LightningModule, callback: L.Callback | None, shape: tuple[int,
     trainer.fit(model, data)
 
 
+@pytest.mark.wide
 def test_a_resnet_is_planned_by_default_as_a_whole(tmp_path: Any) -> None:
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
         fit(Classifier(small_resnet(4)), RotorCallback("1MiB"), (3, 32, 32), tmp_path)

@@ -721,9 +721,9 @@ def train(holder: Callable[[Read], Holding], content: Content, *, planned: bool)
 
 
 def _cells() -> Iterator[Any]:
-    """All cells of the table; ``make test`` runs one of each column, and two or three of each row."""
+    """All cells of the table; ``make test`` runs one of every second column, and one or two of each row."""
     holders, contents = list(HOLDERS), list(CONTENTS)
-    chosen = {(holders[number % len(holders)], content) for number, content in enumerate(contents)}
+    chosen = {(holders[number % len(holders)], content) for number, content in enumerate(contents[::2])}
     assert len(contents) >= 2 * len(holders)
     for holder, content in product(holders, contents):
         if (holder, content) != UNSEEN:

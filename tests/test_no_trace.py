@@ -357,7 +357,7 @@ ON_ALL: list[Any] = []
     ("way", "registers"),
     [
         pytest.param("sequential", (on_its_module, for_a_while, always, normalizing), id="sequential-own"),
-        pytest.param("graph", (on_all,), id="graph-all"),
+        pytest.param("graph", (on_all,), id="graph-all", marks=pytest.mark.wide),
         # A model that is recorded meets hooks of each kind in test_ways_bad_input.
         pytest.param(
             "graph", (on_its_module, for_a_while, always, normalizing), id="graph-own", marks=pytest.mark.wide

@@ -138,7 +138,7 @@ class Manual(Trunk):
 @pytest.mark.parametrize(
     ("kind", "precision"),
     [
-        # The others are trunks, too; test_callback has these precisions and ways to optimize, without a name as well.
+        # The others are trunks, too; test_lightning_training has these precisions and ways to optimize.
         *(pytest.param(Trunk, precision, marks=pytest.mark.wide) for precision in ("32-true", "bf16-mixed")),
         pytest.param(RareHead, "32-true", marks=pytest.mark.wide),
         (Restless, "32-true"),
@@ -461,7 +461,7 @@ class Diffusion(nn.Module):
         return (self.model(images + noise).mean((2, 3)) - noise.mean()).square().mean()
 
 
-@pytest.mark.parametrize("order", ["inner first", "outer first"])
+@pytest.mark.parametrize("order", few(["inner first", "outer first"], "inner first"))
 def test_of_a_module_and_its_wrapper_the_outer_one_is_planned(tmp_path: Path, order: str) -> None:
     class Wrapped(Base):
         def __init__(self) -> None:

@@ -486,7 +486,7 @@ def test_what_changes_outside_of_modules_is_followed(
     agree(lambda: build(scale_of_globals(kept)), *[call(x)] * 7, before_step=change, tight=False)
 
 
-@BOTH
+@RECORDED
 def test_a_counter_is_noticed_while_a_profiler_follows_pythons_calls(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -504,7 +504,7 @@ def afterwards() -> None:
     """Something that a profiler sees."""
 
 
-@BOTH
+@RECORDED
 def test_a_counter_is_noticed_after_a_profiler_has_become_garbage(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -529,7 +529,7 @@ def count() -> None:
     COUNTS[0] += 1
 
 
-@BOTH
+@TRACED
 def test_a_counter_outside_of_modules_is_refused_and_set_back(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -551,7 +551,7 @@ def warn_once(text: str) -> None:
     LOG.debug(text)
 
 
-@BOTH
+@RECORDED
 def test_what_cannot_change_a_forward_does_not_make_it_be_traced_again(
     build: Callable[[Forward], nn.Module], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -572,7 +572,7 @@ def test_what_cannot_change_a_forward_does_not_make_it_be_traced_again(
     assert cut.bind((x,), {}) is None
 
 
-@BOTH
+@RECORDED
 def test_a_trace_keeps_nothing_alive_that_is_not_its_models(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -584,7 +584,7 @@ def test_a_trace_keeps_nothing_alive_that_is_not_its_models(
     assert cut.bind((x,), {}) is not None
 
 
-@BOTH
+@TRACED
 def test_a_cache_that_is_filled_once(
     build: Callable[[Forward], nn.Module], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,7 @@ def test_a_block_that_draws_random_numbers_has_no_variants(caplog: pytest.LogCap
     assert_same_bits(plain.tensors, training_step(case, run, state).tensors)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("_one_budget")
 def test_a_dropout_that_is_switched_on_later_is_not_recomputed() -> None:
     block = compiled(Statistics())
@@ -456,6 +457,7 @@ def test_code_that_is_several_graphs_has_no_variants(caplog: pytest.LogCaptureFi
     assert backend.budgets == [1.0, 1.0]
 
 
+@pytest.mark.wide
 def test_a_variant_of_which_there_are_too_many_runs_without_the_compiler() -> None:
     net = Net([compiled(Statistics())])
     profile = profile_of(net, torch.randn(4, 16, 8))
@@ -466,6 +468,7 @@ def test_a_variant_of_which_there_are_too_many_runs_without_the_compiler() -> No
         assert_same_bits(training_step(case, net, state).tensors, training_step(case, run, state).tensors)
 
 
+@pytest.mark.wide
 def test_variants_that_take_no_less_memory_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     with functorch_config.patch(activation_memory_budget=0.3):
         options, text = withheld(Net([compiled(Block())]), caplog)
@@ -577,6 +580,7 @@ def test_a_planned_model_trains_as_the_compiled_one_within_its_limit() -> None:
         assert training_step(case, planned, state_of(planned.module)).peak_bytes <= limit + LOSS_BYTES
 
 
+@pytest.mark.wide
 def test_what_torch_compile_returns_stays_compiled_as_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_rotor.capture.compiled.BUDGETS", (0.3,))
     batch, backend = torch.randn(4, 16, 8), Backend()
