@@ -16,8 +16,8 @@ from benchmarks.reference import best_by_budget, judge_all
 from lightning_rotor.chain import Chain, Option, Skip, StageCost
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
-from tests.strategies import KINDS, random_chain
 from tests.grids import few
+from tests.strategies import KINDS, random_chain
 
 
 def plain_chain(output_bytes: tuple[int, ...], saved_bytes: tuple[int, ...]) -> Chain:
