@@ -26,7 +26,7 @@ from tests.grids import few
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
-# The other way runs without Lightning: test_without_lightning has hooks that collect, features for the loss and state at once.
+# A sequence runs without Lightning as well: test_without_lightning has hooks that collect, features for the loss and state at once.
 GRAPH = pytest.mark.parametrize("way", few(["sequential", "graph"], "graph"))
 SEQUENTIAL = pytest.mark.parametrize("way", few(["sequential", "graph"], "sequential"))
 
