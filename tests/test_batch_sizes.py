@@ -48,6 +48,7 @@ def step_bytes(model: nn.Module, run: Executor, sample: torch.Tensor) -> int:
     return meter.stop().peak_bytes
 
 
+@pytest.mark.wide
 def test_predicted_bytes_are_those_of_the_allocator() -> None:
     model = blocks()
     advice = advise_batch_size(
@@ -170,6 +171,7 @@ def test_a_report_leaves_training_alone(tmp_path: Path) -> None:
     assert advised[1].sizes[0] == 32
 
 
+@pytest.mark.wide
 def test_a_module_that_is_called_with_keywords(tmp_path: Path) -> None:
     class Named(Net):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

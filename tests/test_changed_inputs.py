@@ -22,6 +22,7 @@ from lightning_rotor.execution.tensors_read import first_changed
 from lightning_rotor.invertible import AdditiveCoupling, invertible_checkpoint
 from lightning_rotor.private.torch_names import stamps
 from lightning_rotor.schedule import Schedule
+from tests.grids import few
 from tests.invertible import Unfused
 from tests.training import assert_same_bits
 
@@ -68,6 +69,13 @@ def in_a_row() -> nn.Sequential:
 
 
 MAKERS: dict[str, Callable[[], nn.Module]] = {"sequential": in_a_row, "graph": Looking}
+# Of each way one in `make test`.
+SEGMENTS = [
+    pytest.param("sequential", "(0-{0}) {1}", id="sequential-one segment", marks=pytest.mark.wide),
+    pytest.param("sequential", "((0-1) 2-{0}) {1}", id="sequential-nested"),
+    pytest.param("graph", "(0-{0}) {1}", id="graph-one segment"),
+    pytest.param("graph", "((0-1) 2-{0}) {1}", id="graph-nested", marks=pytest.mark.wide),
+]
 
 
 def planned(net: nn.Module, batch: torch.Tensor, schedule: str | None) -> Checkpointable:
@@ -114,7 +122,7 @@ def changes(net: nn.Module, batch: torch.Tensor) -> dict[str, tuple[Callable[[],
     }
 
 
-@pytest.mark.parametrize("way", MAKERS)
+@pytest.mark.parametrize("way", few(MAKERS, "sequential"))
 def test_nothing_is_checked_where_nothing_is_recomputed(way: str) -> None:
     found = []
     for schedule in ("plain", None, "0-{1}"):
@@ -125,8 +133,7 @@ def test_nothing_is_checked_where_nothing_is_recomputed(way: str) -> None:
     assert all(len(each) == len(found[0]) and all(map(torch.equal, each, found[0])) for each in found[1:])
 
 
-@pytest.mark.parametrize("schedule", ["(0-{0}) {1}", "((0-1) 2-{0}) {1}"], ids=["one segment", "nested"])
-@pytest.mark.parametrize("way", MAKERS)
+@pytest.mark.parametrize(("way", "schedule"), SEGMENTS)
 def test_a_change_is_refused_by_name(way: str, schedule: str) -> None:
     net, batch = MAKERS[way](), torch.randn(8, WIDTH)
     run = planned(net, batch, schedule)
@@ -350,8 +357,7 @@ def undone(net: nn.Module) -> Iterator[None]:
             ALL_HOOKED.pop().remove()
 
 
-@pytest.mark.parametrize("schedule", ["(0-{0}) {1}", "((0-1) 2-{0}) {1}"], ids=["one segment", "nested"])
-@pytest.mark.parametrize("way", LAYERED)
+@pytest.mark.parametrize(("way", "schedule"), SEGMENTS)
 def test_layers_are_recomputed_as_they_ran(way: str, schedule: str) -> None:
     """Whatever their settings are when the backward comes; those stay as they are."""
     torch.manual_seed(0)

@@ -97,7 +97,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "number"),
-    [pytest.param(nn.Sequential, 30, marks=pytest.mark.wide), (Recorded, 30)],
+    [pytest.param(nn.Sequential, 30, marks=pytest.mark.wide), (Recorded, 20)],
     ids=["plain", "looking"],
 )
 @pytest.mark.feature(

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_rotor import RotorCallback
 from lightning_rotor.planned.known_cuts import KnownCuts
+from tests.grids import few
 from tests.training import assert_same_training, train
 
 
@@ -96,7 +97,7 @@ def test_what_a_step_collects_is_recorded_for_twice_at_most(
 
 
 @pytest.mark.filterwarnings("ignore:.*was recorded 12 times")
-@pytest.mark.parametrize("make", [ReadAsWell, ReadByComputedName])
+@pytest.mark.parametrize("make", few([ReadAsWell, ReadByComputedName], ReadByComputedName))
 def test_what_the_forward_reads_is_seen_whenever_it_changes(
     make: Callable[[], L.LightningModule], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.compatibility import ROOT, TORCHS, by_row, document, outcomes, rows
 
 _REPORT = """<testsuites><testsuite>
@@ -12,8 +16,12 @@ _REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_tests_are_counted_in_their_rows() -> None:
-    counted = by_row(outcomes(_REPORT))
+@pytest.fixture(scope="module")
+def counted() -> dict[str, Any]:
+    return by_row(outcomes(_REPORT))
+
+
+def test_tests_are_counted_in_their_rows(counted: dict[str, Any]) -> None:
     assert counted["callback"] == {"passed": 1, "others": [["failed: test_other", "AssertionError: why"]]}
     assert counted["loggers"] == {"passed": 0, "others": [["skipped: test_csv", "no CSV"]]}
     assert counted["pipeline"] == {"passed": 0, "others": []}
@@ -25,9 +33,9 @@ def test_every_row_has_tests_that_exist() -> None:
         assert all((ROOT / test.split("::")[0]).exists() for test in tests), row
 
 
-def test_a_document_names_what_did_not_pass() -> None:
+def test_a_document_names_what_did_not_pass(counted: dict[str, Any]) -> None:
     core = {
-        "rows": by_row(outcomes(_REPORT)),
+        "rows": counted,
         "demo": "same weights",
         "python": "3.11",
         "lightning": "2.6",

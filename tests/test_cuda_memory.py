@@ -19,6 +19,7 @@ from lightning_rotor import BudgetError, Checkpointable, RotorCallback, RotorWar
 from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling.cuda_recording import await_autograd
 from lightning_rotor.profiling.workspaces import take_workspaces
+from tests.grids import few
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -114,7 +115,7 @@ class Mean(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("model", "autocast"),
     [
-        pytest.param("mlp", True, id="mlp-bf16"),
+        pytest.param("mlp", True, id="mlp-bf16", marks=pytest.mark.wide),
         pytest.param("cnn", False, id="cnn-fp32"),
         pytest.param("gpt", True, id="gpt-bf16"),
         pytest.param("mlp", False, id="mlp-fp32", marks=pytest.mark.wide),
@@ -275,8 +276,11 @@ def is_real() -> bool:
 @pytest.mark.parametrize(
     ("share", "expandable"),
     [
-        *((0.0, False), (0.4, True), (1.0, False)),
-        *(pytest.param(*each, marks=pytest.mark.wide) for each in ((0.0, True), (0.4, False), (1.0, True))),
+        (0.0, True),  # other tests have segments that are not expandable, and limits in between
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in ((0.0, False), (0.4, False), (0.4, True), (1.0, False), (1.0, True))
+        ),
     ],
 )
 def test_without_a_limit_no_allocation_fails_on_a_device_of_any_size(
@@ -303,7 +307,7 @@ def test_without_a_limit_no_allocation_fails_on_a_device_of_any_size(
     assert rotor.measured_reserved_bytes == device.peaks[-1][1]
 
 
-@pytest.mark.parametrize("limit", ["bytes", "share"])
+@pytest.mark.parametrize("limit", few(["bytes", "share"], "share"))
 def test_a_limit_bounds_what_is_allocated(
     roomy: tuple[dict[str, Any], RotorCallback, Device], limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +327,7 @@ def test_a_limit_bounds_what_is_allocated(
     assert device.peaks[-1][0] == rotor.measured_peak_bytes
 
 
+@pytest.mark.wide
 def test_a_share_of_a_device_that_others_use_is_what_they_leave(
     roomy: tuple[dict[str, Any], RotorCallback, Device],
 ) -> None:
@@ -372,6 +377,7 @@ class Towers(Classifier):
         return super().training_step(batch, batch_idx) + F.cross_entropy(self.other(batch[0]), batch[1])
 
 
+@pytest.mark.wide
 def test_two_modules_on_one_device_keep_one_limit() -> None:
     device = Device()
     plain = fit(device, model=Towers())
@@ -383,6 +389,7 @@ def test_two_modules_on_one_device_keep_one_limit() -> None:
     assert any(rotor.plan is not None and rotor.plan.recomputed for rotor in rotors)
 
 
+@pytest.mark.wide
 def test_another_process_that_takes_memory_makes_the_forward_run_again(
     roomy: tuple[dict[str, Any], RotorCallback, Device], caplog: pytest.LogCaptureFixture
 ) -> None:

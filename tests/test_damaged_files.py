@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable, Plan, PlanError, RotorCallback, Schedule, ScheduleError
 from lightning_rotor.planned.records import seal_of
+from tests.grids import examples
 
 VALUES = [
     *(None, True, -1, 0, 1e30, 10**30, 10**400, float("inf"), float("nan"), "", "x", "9" * 5000, [], {}, [[]]),
@@ -137,7 +138,7 @@ def test_a_damaged_state_is_left_aside() -> None:
         nested = [nested]
     deep["records"] = nested
     odd = [cyclic, deep, {**good, "records": torch.zeros(3)}, {**good, "module": lambda: 0}, {}, []]
-    for state in [*states[:: len(states) // 4], *odd]:
+    for state in [*states[:: len(states) // examples(2, 4)], *odd]:
         again = RotorCallback("1GiB", show_table=False)
         again.load_state_dict(state)
         model = trained(again)

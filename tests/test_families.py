@@ -49,7 +49,10 @@ def check(make: Any, tensors: tuple[torch.Tensor, ...], folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("vit_tiny_patch16_224", {"depth": 2, "patch_size": 8, "embed_dim": 48, "drop_rate": 0.1, "drop_path_rate": 0.2}),
+        pytest.param(
+            "vit_tiny_patch16_224", {"depth": 2, "patch_size": 8, "embed_dim": 48, "drop_rate": 0.1, "drop_path_rate": 0.2},
+            marks=pytest.mark.wide,
+        ),
         pytest.param("mixer_s16_224", {"num_blocks": 2, "patch_size": 8, "embed_dim": 32, "drop_rate": 0.1}, marks=pytest.mark.wide),
         pytest.param("convnext_atto", {"depths": (1, 1, 1, 1), "dims": (8, 8, 16, 16), "drop_path_rate": 0.2}, marks=pytest.mark.wide),
     ],

@@ -148,16 +148,17 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[Steps]], t
     ("kind", "planned", "share"),
     [
         (Steps, ["encoder", "decoder"], 0.0),
-        (FirstLine, ["encoder", "decoder"], 0.5),
-        (InsideOfAModule, [f"net.blocks.{number}" for number in range(8)], 4.0),
         (PartsCalledDirectly, ["pair.first", "pair.second"], 0.0),
         (OneCall, ["encoder"], 0.5),
         *(
             pytest.param(*case, marks=pytest.mark.wide)
             for case in (
                 *((Steps, ["encoder", "decoder"], share) for share in (0.5, 4.0)),
-                *((FirstLine, ["encoder", "decoder"], share) for share in (0.0, 4.0)),
-                *((InsideOfAModule, [f"net.blocks.{number}" for number in range(8)], share) for share in (0.0, 0.5)),
+                *((FirstLine, ["encoder", "decoder"], share) for share in (0.0, 0.5, 4.0)),
+                *(
+                    (InsideOfAModule, [f"net.blocks.{number}" for number in range(8)], share)
+                    for share in (0.0, 0.5, 4.0)
+                ),
                 *((PartsCalledDirectly, ["pair.first", "pair.second"], share) for share in (0.5, 4.0)),
                 *((OneCall, ["encoder"], share) for share in (0.0, 4.0)),
             )

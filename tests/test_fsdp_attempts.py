@@ -87,9 +87,10 @@ def training(rank: int, options: dict[str, bool]) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("refuses", "reshard", "whole"),
     [
-        (False, False, False),
-        pytest.param(True, False, False, marks=pytest.mark.wide),
-        (True, False, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.wide)
+            for each in ((False, False, False), (True, False, False), (True, False, True))
+        ),
         (True, True, True),
     ],
 )

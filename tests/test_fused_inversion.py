@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import simulate
 from lightning_rotor.stages.sequential import sequential_stages
+from tests.grids import few
 from tests.invertible import Unfused, assert_same_step
 from tests.models import Case, training_step
 
@@ -58,19 +58,22 @@ def executor(profile: Profile, text: str = "0-1 2-3:1 4 5-6:1") -> Executor:
     return Executor(profile.stages, profile.chain, Schedule.parse(text), profile.states)
 
 
-Profiles: TypeAlias = dict[tuple[torch.dtype, str], tuple[Case, Profile]]
+class Profiles(dict[tuple[torch.dtype, str], tuple[Case, Profile]]):
+    """Made when they are asked for."""
+
+    def __missing__(self, key: tuple[torch.dtype, str]) -> tuple[Case, Profile]:
+        dtype, kind = key
+        net, batch = network(kind).to(dtype), torch.randn(128, WIDTH, dtype=dtype)
+        self[key] = Case(net, batch), profile_of(net, batch)
+        return self[key]
 
 
 @pytest.fixture(scope="module")
 def profiles() -> Profiles:
-    found = {}
-    for dtype, kind in itertools.product((torch.float32, torch.float64), ("invert", "invert, fused")):
-        net, batch = network(kind).to(dtype), torch.randn(128, WIDTH, dtype=dtype)
-        found[dtype, kind] = Case(net, batch), profile_of(net, batch)
-    return found
+    return Profiles()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", few([torch.float32, torch.float64], torch.float64), ids=str)
 @pytest.mark.parametrize("kind", ["invert", "invert, fused"])
 @pytest.mark.parametrize(
     "text", ["0-1 2-3:1 4 5-6:1", "0 (1 2-3:1 4) 5-6:1", "((0-1 2:1) 3:1 4) 5 6:1", "0 ((1 2:1) 3-4) 5-6:1"]

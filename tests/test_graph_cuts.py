@@ -128,10 +128,10 @@ def torchvision_model(name: str) -> nn.Module:
         pytest.param("inception_v3", 15, marks=pytest.mark.wide),
         pytest.param("mobilenet_v3_small", 20, marks=pytest.mark.wide),
         pytest.param("efficientnet_b0", 25, marks=pytest.mark.wide),
-        ("vit", 8),
+        pytest.param("vit", 8, marks=pytest.mark.wide),
         pytest.param("swin", 8, marks=pytest.mark.wide),
         pytest.param("convnext_tiny", 20, marks=pytest.mark.wide),
-        ("shufflenet_v2_x0_5", 6),
+        pytest.param("shufflenet_v2_x0_5", 6, marks=pytest.mark.wide),
         pytest.param("regnet_y_400mf", 15, marks=pytest.mark.wide),
     ],
 )
@@ -676,6 +676,7 @@ def fit(model: L.LightningModule, callback: L.Callback | None, shape: tuple[int,
     trainer.fit(model, data)
 
 
+@pytest.mark.wide
 def test_a_resnet_is_planned_by_default_as_a_whole(tmp_path: Any) -> None:
     with pytest.raises(BudgetError, match="Raise mem_limit") as caught:
         fit(Classifier(small_resnet(4)), RotorCallback("1MiB"), (3, 32, 32), tmp_path)

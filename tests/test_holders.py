@@ -1,6 +1,6 @@
 """What recorded code reads outside of modules changes at each step: seen, wherever it is held and however deep it lies.
 
-Each case trains plainly and under the plan that takes least. The weights are equal, or a typed error refuses the case.
+Each case trains plainly and under a plan that recomputes all. The weights are equal, or a typed error refuses the case.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.utils.data import DistributedSampler
 from lightning_rotor import Checkpointable, ModelError
 from tests import holders_module
 
-STEPS = 4
+STEPS = 3
 
 
 # ---------------------------------------------------------------- what is held
@@ -692,6 +692,12 @@ HOLDERS = {
 # ---------------------------------------------------------------- the table
 
 
+def recompute_all(run: Checkpointable) -> None:
+    """Everything but the last stage, which would be recomputed at once."""
+    last = len(run.chain) - 1
+    run.use(f"(0-{last - 1}) {last}")
+
+
 def train(holder: Callable[[Read], Holding], content: Content, *, planned: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     holding = holder(content.read)
@@ -702,7 +708,7 @@ def train(holder: Callable[[Read], Holding], content: Content, *, planned: bool)
         run = Checkpointable(
             holding.net, torch.randn(24, 16, generator=torch.Generator().manual_seed(2)), "1GiB", show_progress=False
         )
-        run.use(run.frontier().points[0].schedule)
+        recompute_all(run)
     optimizer = torch.optim.SGD(holding.net.parameters(), 0.1)
     for step in range(STEPS):
         changed = content.change(holding.get(), 1.0 + 0.25 * step)
@@ -715,9 +721,9 @@ def train(holder: Callable[[Read], Holding], content: Content, *, planned: bool)
 
 
 def _cells() -> Iterator[Any]:
-    """All cells of the table; ``make test`` runs one of each column, and two or three of each row."""
+    """All cells of the table; ``make test`` runs one of every second column, and one or two of each row."""
     holders, contents = list(HOLDERS), list(CONTENTS)
-    chosen = {(holders[number % len(holders)], content) for number, content in enumerate(contents)}
+    chosen = {(holders[number % len(holders)], content) for number, content in enumerate(contents[::2])}
     assert len(contents) >= 2 * len(holders)
     for holder, content in product(holders, contents):
         if (holder, content) != UNSEEN:
@@ -763,7 +769,7 @@ def test_what_stands_in_a_file_is_read_in_each_step(read: Callable[[Path], float
         run: Any = copied
         if is_planned:
             run = Checkpointable(copied, torch.randn(24, 16), "1GiB", show_progress=False)
-            run.use(run.frontier().points[0].schedule)
+            recompute_all(run)
         for step in range(STEPS):
             file.write_text(str(1 + step))
             run(torch.full((24, 16), 1.0 + step)).square().mean().backward()
@@ -786,7 +792,7 @@ def test_an_attribute_that_comes_for_one_that_does_not_count_is_seen() -> None:
         generator = torch.Generator().manual_seed(1)
         if is_planned:
             run = Checkpointable(net, torch.randn(24, 16), "1GiB", show_progress=False)
-            run.use(run.frontier().points[0].schedule)
+            recompute_all(run)
         for step in range(6):
             # As many attributes as before. The code names one of them alone.
             for name in ("mood", "scale"):
@@ -849,7 +855,7 @@ def test_a_change_of_a_setting_is_seen(name: str) -> None:
         if is_planned:
             sample = torch.randn(24, 16, generator=torch.Generator().manual_seed(2))
             run = Checkpointable(net, sample, "1GiB", show_progress=False)
-            run.use(run.frontier().points[0].schedule)
+            recompute_all(run)
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
         generator = torch.Generator().manual_seed(1)
         for step in range(STEPS):

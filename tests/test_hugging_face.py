@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_rotor import Checkpointable
+from tests.grids import few
 from tests.test_names_of_a_wrapped_model import Tower
 
 transformers, accelerate = pytest.importorskip("transformers"), pytest.importorskip("accelerate")
@@ -86,6 +87,7 @@ def test_the_hugging_face_trainer_trains_it_as_it_is(tmp_path: Path) -> None:
     assert all(torch.equal(one, read.state_dict()[name]) for name, one in plain.state_dict().items())
 
 
+@pytest.mark.wide
 def test_the_hugging_face_trainer_resumes_with_it(tmp_path: Path) -> None:
     states = []
     for wrap in (lambda model: model, lambda model: Checkpointable(model, mem_limit="1GiB")):
@@ -101,7 +103,7 @@ def test_the_hugging_face_trainer_resumes_with_it(tmp_path: Path) -> None:
     assert [name for name, one in states[0].items() if not torch.equal(one, states[1][name])] == []
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", few(["no", "bf16"], "bf16"))
 def test_accelerate_prepares_saves_and_unwraps_it(precision: str, tmp_path: Path) -> None:
     states = []
     for wrap in (lambda model: model, lambda model: Checkpointable(model, mem_limit="1GiB")):

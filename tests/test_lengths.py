@@ -21,6 +21,7 @@ from lightning_rotor.capture.recorder import Recorder
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.schedule import Schedule
+from tests.grids import few
 from tests.training import assert_same_bits
 
 SCALE = torch.ones(16)
@@ -82,7 +83,7 @@ def turned_in_place(x: torch.Tensor) -> torch.Tensor:
     return like * torch.arange(turned.shape[2])[:, None] + torch.arange(like.shape[2])
 
 
-@pytest.mark.parametrize("act", [torch.tanh, halves, masked, without_gradients, turned_in_place])
+@pytest.mark.parametrize("act", few([torch.tanh, halves, masked, without_gradients, turned_in_place], halves, masked))
 def test_two_recorded_lengths_are_enough_for_a_third(act: Callable[[torch.Tensor], torch.Tensor]) -> None:
     net = Net(act)
     assert holds_after(net, SIX, EIGHT) is not None
@@ -104,13 +105,18 @@ def test_dimensions_that_were_the_same_in_all_recordings_must_be_the_same() -> N
     "act",
     [
         lambda x: x * 2 if x.shape[1] > 8 else x,
-        lambda x: x * math.sqrt(x.shape[1]),
-        lambda x: x * (x.shape[1] / 2),
         lambda x: x * {6: 1, 8: 2}.get(x.shape[1], 3),
-        lambda x: x * sum(2 for _ in range(x.shape[1])),
-        lambda x: x * len(x.transpose(0, 1)),
         lambda x: torch.stack([row * 1 for row in x.unbind(1)], 1),
-        lambda x: x * float(f"{x.shape[1]}"),
+        *(
+            pytest.param(act, marks=pytest.mark.wide)
+            for act in (
+                lambda x: x * math.sqrt(x.shape[1]),
+                lambda x: x * (x.shape[1] / 2),
+                lambda x: x * sum(2 for _ in range(x.shape[1])),
+                lambda x: x * len(x.transpose(0, 1)),
+                lambda x: x * float(f"{x.shape[1]}"),
+            )
+        ),
     ],
 )
 def test_where_a_length_decides_it_is_recorded_anew_and_the_line_named(act: Any) -> None:
@@ -335,13 +341,18 @@ STEPS: list[dict[str, Any]] = [{"step": step} for step in (1, 2, 3, 5, 4)]
 @pytest.mark.parametrize(
     ("use", "settings"),
     [
-        (lambda net, x: x / net.heat, HEATS),
         (lambda net, x: torch.add(x, x, alpha=1 - net.heat**2), HEATS),
-        (lambda net, x: F.gumbel_softmax(x, tau=net.heat), HEATS),
-        (lambda net, x: x * 2 if net.heat > 0 else x, HEATS),
         (lambda net, x: x * (x.shape[1] / net.step), STEPS),
-        (lambda net, x: x * net.scale, [{"scale": torch.rand(16)} for _ in range(5)]),
         (lambda net, x: x * net.scale[: x.shape[1]].mean(), [{"scale": torch.rand(16)} for _ in range(5)]),
+        *(
+            pytest.param(use, settings, marks=pytest.mark.wide)
+            for use, settings in (
+                (lambda net, x: x / net.heat, HEATS),
+                (lambda net, x: F.gumbel_softmax(x, tau=net.heat), HEATS),
+                (lambda net, x: x * 2 if net.heat > 0 else x, HEATS),
+                (lambda net, x: x * net.scale, [{"scale": torch.rand(16)} for _ in range(5)]),
+            )
+        ),
     ],
 )
 def test_numbers_and_tensors_of_a_module_that_change_at_each_step(
@@ -354,11 +365,16 @@ def test_numbers_and_tensors_of_a_module_that_change_at_each_step(
     ("use", "settings"),
     [
         (lambda net, x: x * max(0.4, math.exp(-net.heat)), HEATS),
-        (lambda net, x: x * float(f"{net.heat:.1f}"), HEATS),
-        (lambda net, x: x * net.heat if type(net.heat) is float else x, HEATS),
-        (lambda net, x: x * float(np.exp(net.heat)), HEATS),
         (lambda net, x: x * [1, 2, 3, 4, 5, 6][net.step], STEPS),
-        (lambda net, x: x * sum(1 for _ in range(net.step)), STEPS),
+        *(
+            pytest.param(use, settings, marks=pytest.mark.wide)
+            for use, settings in (
+                (lambda net, x: x * float(f"{net.heat:.1f}"), HEATS),
+                (lambda net, x: x * net.heat if type(net.heat) is float else x, HEATS),
+                (lambda net, x: x * float(np.exp(net.heat)), HEATS),
+                (lambda net, x: x * sum(1 for _ in range(net.step)), STEPS),
+            )
+        ),
     ],
 )
 def test_a_number_with_which_python_computes_is_recorded_anew(

@@ -88,7 +88,7 @@ def fit(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "max_epochs": 2,
+        "max_epochs": 1,
     }
     trainer = L.Trainer(accelerator="cpu", default_root_dir=folder, callbacks=callbacks, **quiet | options)
     trainer.fit(model, Resumable(), ckpt_path=resume)
@@ -131,12 +131,12 @@ class Generator(L.Callback):
 def test_a_resumed_training_does_not_measure_again(tmp_path: Path, measured: list[int]) -> None:
     path = tmp_path / "middle.ckpt"
     first = rotor()
-    whole = fit(tmp_path, [first, Generator(), SaveAt(path, step=4)])
+    whole = fit(tmp_path, [first, Generator(), SaveAt(path, step=4)], max_epochs=2)
     assert first.plan is not None
     assert first.plan.recomputed
     assert len(measured) == 1
     second = rotor()
-    resumed = fit(tmp_path, [second, Generator()], resume=path)
+    resumed = fit(tmp_path, [second, Generator()], resume=path, max_epochs=2)
     assert len(measured) == 1
     assert second.plan is not None
     assert (second.plan.schedule, second.plan.chain) == (first.plan.schedule, first.plan.chain)
@@ -186,7 +186,7 @@ def test_a_checkpoint_after_an_exception_has_the_plan(tmp_path: Path, measured: 
 @pytest.mark.feature("Checkpoints", "`load_from_checkpoint` and `test` without the callback")
 def test_a_checkpoint_loads_without_the_callback(tmp_path: Path) -> None:
     path = tmp_path / "middle.ckpt"
-    trainer = fit(tmp_path, [rotor(), SaveAt(path, step=12)])
+    trainer = fit(tmp_path, [rotor(), SaveAt(path, step=6)])
     loaded = Net.load_from_checkpoint(path, weights_only=True)
     assert_same_bits(dict(trainer.model.state_dict()), dict(loaded.state_dict()))
     plain = fit(tmp_path, [], resume=None)
@@ -251,8 +251,8 @@ def test_fitting_twice(tmp_path: Path, measured: list[int]) -> None:
     callback, model = rotor(), Net()
     trainer = fit(tmp_path, [callback], model)
     assert "forward" not in model.body.__dict__
-    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_epochs = 2
     trainer.fit(model, Resumable())
     assert callback.plan is not None
-    assert trainer.global_step == 18
+    assert trainer.global_step == 12
     assert len(measured) == 1

@@ -89,7 +89,7 @@ def fit(
     model = (make or Net)()
     quiet = {
         "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
-        "max_epochs": 2, "default_root_dir": folder,
+        "max_epochs": 1, "default_root_dir": folder,
     }  # fmt: skip
     trainer = L.Trainer(**quiet | options, callbacks=callbacks)
     trainer.fit(model)
@@ -180,8 +180,8 @@ def test_two_trainers(tmp_path: Path) -> None:
     def rotor() -> RotorCallback:
         return RotorCallback(LIMIT, "body", show_table=False)
 
-    plain = fit(tmp_path, [TrainsAnother(list)])[1]
-    planned = fit(tmp_path, [rotor(), TrainsAnother(lambda: [rotor()])])[1]
+    plain = fit(tmp_path, [TrainsAnother(list)], max_epochs=2)[1]
+    planned = fit(tmp_path, [rotor(), TrainsAnother(lambda: [rotor()])], max_epochs=2)[1]
     assert_same_bits(dict(plain.state_dict()), dict(planned.state_dict()))
     assert len(inner) == 4
     assert_same_bits(dict(inner[0].state_dict()), dict(inner[2].state_dict()))
@@ -211,10 +211,10 @@ def test_profilers(tmp_path: Path, profiler: type[Any]) -> None:
 def test_a_profiler_that_never_pauses(tmp_path: Path) -> None:
     rotor = RotorCallback(LIMIT, "body", show_table=False)
     with pytest.warns(RotorWarning) as caught:
-        planned = fit(tmp_path, [rotor], profiler=PyTorchProfiler(), limit_train_batches=2, max_epochs=1)[1]
+        planned = fit(tmp_path, [rotor], profiler=PyTorchProfiler(), limit_train_batches=2)[1]
     told = [str(warning.message) for warning in caught if warning.category is RotorWarning]
     assert [message.split(",")[0] for message in told] == ["RotorCallback runs the module plainly"]
-    plain = fit(tmp_path, [], limit_train_batches=2, max_epochs=1)[1]
+    plain = fit(tmp_path, [], limit_train_batches=2)[1]
     assert_same_bits(dict(plain.state_dict()), dict(planned.state_dict()))
 
 
@@ -253,7 +253,7 @@ def test_the_summary_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     seen: list[Any] = []
     for callbacks in ([], [RotorCallback(show_table=False)]):
-        fit(tmp_path, [*callbacks, Seen(max_depth=3)], WithExample, max_epochs=1)
+        fit(tmp_path, [*callbacks, Seen(max_depth=3)], WithExample)
     assert seen[0] == seen[1]
     assert "body.0" in str(seen[0])
 
@@ -288,12 +288,16 @@ def test_learning_rates(tmp_path: Path, as_callback: bool) -> None:
 
 _FINDER = """
     import resource, sys, logging
-    import lightning.pytorch as L, torch
+    import lightning.pytorch as L, pytest, torch
     from lightning.pytorch.tuner import Tuner
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from lightning_rotor import RotorCallback
+    from lightning_rotor.profiling import stage_seconds
+    from tests.grids import make_tables_coarse
 
+    stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here, and not how good plans are
+    make_tables_coarse(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)  # its lack of memory has another text, which Lightning does not know
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -346,8 +350,8 @@ def test_a_larger_batch_is_found(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(_FINDER))
     command = [sys.executable, "-W", "ignore", str(script), str(tmp_path)]
     # Every tensor in pages of its own, so that what is freed is free.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
     root = Path(__file__).parents[1]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=root, env=environment, check=False)
     assert "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
     plain, planned, recomputed = map(int, done.stdout.split("FOUND")[1].split())
@@ -532,6 +536,7 @@ def test_one_graph_is_refused(tmp_path: Path, part: str) -> None:
         fit(tmp_path, [RotorCallback(LIMIT, show_table=False)], lambda: compiled(part, fullgraph=True))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Path) -> None:
@@ -543,6 +548,7 @@ def test_what_the_compiler_returned_is_named_for_the_module_inside(tmp_path: Pat
     assert_same_bits(list(fit(tmp_path, [])[1].parameters()), list(planned.parameters()))
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_model_itself_can_be_the_target(tmp_path: Path) -> None:

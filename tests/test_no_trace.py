@@ -26,10 +26,18 @@ from tests.grids import few
 from tests.training import Run, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*mem_limit 1.00 KiB")
-WAYS = pytest.mark.parametrize("way", ["sequential", "graph"])
-# The other way runs without Lightning: test_without_lightning has hooks that collect, features for the loss and state at once.
+# A sequence runs without Lightning as well: test_without_lightning has hooks that collect, features for the loss and state at once.
 GRAPH = pytest.mark.parametrize("way", few(["sequential", "graph"], "graph"))
 SEQUENTIAL = pytest.mark.parametrize("way", few(["sequential", "graph"], "sequential"))
+
+
+def in_turn(cases: Sequence[Any]) -> list[Any]:
+    """Every second case is of a model that is recorded; the others of both ways are wide."""
+    return [
+        pytest.param(way, case, marks=[] if (number % 2 == 0) == (way == "sequential") else pytest.mark.wide)
+        for number, case in enumerate(cases)
+        for way in ("sequential", "graph")
+    ]
 
 
 class Block(nn.Module):
@@ -349,8 +357,8 @@ ON_ALL: list[Any] = []
     ("way", "registers"),
     [
         pytest.param("sequential", (on_its_module, for_a_while, always, normalizing), id="sequential-own"),
-        pytest.param("graph", (on_all,), id="graph-all"),
-        # Without Lightning these run under both ways.
+        pytest.param("graph", (on_all,), id="graph-all", marks=pytest.mark.wide),
+        # A model that is recorded meets hooks of each kind in test_ways_bad_input.
         pytest.param(
             "graph", (on_its_module, for_a_while, always, normalizing), id="graph-own", marks=pytest.mark.wide
         ),
@@ -441,7 +449,7 @@ def test_state_that_is_no_buffer(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated", "ignore:Full backward hook is firing")
-@WAYS
+@SEQUENTIAL
 def test_without_lightning(way: str) -> None:
     """Hooks of every kind, features for the loss and state, under Checkpointable."""
 
@@ -474,7 +482,7 @@ def test_without_lightning(way: str) -> None:
     assert_same_bits(plain, run("least"))
 
 
-@WAYS
+@SEQUENTIAL
 def test_logs_from_inside(way: str, tmp_path: Path) -> None:
     logged: list[dict[str, Any]] = []
 
@@ -533,8 +541,7 @@ class Rewriting(Block):
 
 
 @pytest.mark.filterwarnings("ignore:.*gives other bits when it runs again")
-@pytest.mark.parametrize("change", [in_place, anew])
-@WAYS
+@pytest.mark.parametrize(("way", "change"), in_turn([in_place, anew]))
 def test_weights_that_the_forward_changes(way: str, change: Callable[[nn.Parameter], None], tmp_path: Path) -> None:
     """Once a step, however often it was measured."""
 
@@ -572,8 +579,7 @@ class Meanwhile(Task):
         return loss
 
 
-@pytest.mark.parametrize("what", ["input", "bias"])
-@WAYS
+@pytest.mark.parametrize(("way", "what"), in_turn(["input", "bias"]))
 def test_a_change_between_forward_and_backward_is_refused_where_it_matters(way: str, what: str, tmp_path: Path) -> None:
     """No weight has changed by then but what the user changed."""
 
@@ -618,6 +624,7 @@ class Experts(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+@pytest.mark.wide
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_mixture_of_experts(hugging: Any, tmp_path: Path) -> None:
     ids = (torch.randint(3, 40, (12, 12), generator=torch.Generator().manual_seed(0)),)

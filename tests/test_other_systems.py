@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import few
 from tests.imported_python import ImportedPython
 
 # Run before the package is imported; torch and Lightning, which ask for some of it themselves, are there by then.
@@ -81,7 +82,8 @@ print(rotor.plan.overhead)
 """
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+# Windows lacks what macOS lacks, and more.
+@pytest.mark.parametrize("system", few(SYSTEMS, "Windows"))
 def test_it_imports_plans_and_trains_without_what_other_systems_lack_and_so_does_the_callback(
     system: str, tmp_path: Path, imported_python: ImportedPython
 ) -> None:
@@ -96,6 +98,7 @@ def test_it_imports_plans_and_trains_without_what_other_systems_lack_and_so_does
     assert overhead == "0.0"
 
 
+@pytest.mark.wide
 def test_the_command_line_plans_there(imported_python: ImportedPython) -> None:
     options = ["plan", "--model", "torch.nn.TransformerEncoderLayer", "--input", "3x4x8", "--budget", "1GiB"]
     options += ["--model-arg", "d_model=8", "--model-arg", "nhead=2"]

@@ -158,7 +158,11 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "options", "training"), TRAININGS)
+# The first is part of the last, and the schedule of the second that of test_pipeline_runner.
+@pytest.mark.parametrize(
+    ("world", "options", "training"),
+    [pytest.param(*each, marks=pytest.mark.wide if number < 2 else []) for number, each in enumerate(TRAININGS)],
+)
 def test_training_equals_that_of_one_process(
     group: Processes, tmp_path: Path, world: int, options: dict[str, Any], training: dict[str, Any]
 ) -> None:
@@ -426,8 +430,13 @@ REFUSED = [
     (Model, {}, {"plugins": scaled}, '"16-mixed" scales the loss.*expected "bf16-mixed"'),
     (Model, {}, {"callbacks": averaging}, "EMAWeightAveraging averages the weights of the whole model"),
     (ByHand, {}, {}, "manual optimization .*expected automatic optimization"),
-    (ByHand, {"schedule": "gpipe"}, {}, "manual optimization .*expected automatic optimization"),
-    (ByHand, {"schedule": "interleaved"}, {}, "manual optimization .*expected automatic optimization"),
+    *(
+        pytest.param(
+            *(ByHand, {"schedule": schedule}, {}, "manual optimization .*expected automatic optimization"),
+            marks=pytest.mark.wide,
+        )
+        for schedule in ("gpipe", "interleaved")
+    ),
 ]
 
 
@@ -456,6 +465,8 @@ def refused_in_its_step(rank: int, folder: str, kind: type[Model]) -> None:
     fit(folder, RotorPipelineStrategy("net", micro_batches=4), 2, kind=kind)
 
 
+# Half a minute, most of which is waiting.
+@pytest.mark.wide
 def test_a_step_that_calls_the_module_twice_or_without_gradients_ends_all(tmp_path: Path) -> None:
     """The last process finds out about a second call, in its first step."""
     called = "training_step called the module that is cut into pipeline stages"

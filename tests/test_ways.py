@@ -147,7 +147,11 @@ class Pair:
     planned_checkpoint: Path
 
 
-@pytest.fixture(scope="module", params=kinds(), ids=lambda kind: kind.way)
+# Sequential models train in test_callback and most others, and skips of one that symbols trace in test_skips.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, marks=[] if kind.make is GPT else pytest.mark.wide, id=kind.way) for kind in kinds()],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     kind: Kind = request.param
     folder = tmp_path_factory.mktemp(kind.way)

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_rotor import Checkpointable, ModelError, RotorCallback, sequentialize
 from lightning_rotor.execution.passes import is_recomputing
 from lightning_rotor.planning import minimum_budget
+from tests.grids import few
 from tests.training import appearance, assert_same_bits, assert_same_training, train
 
 X = (32, 16)
@@ -83,9 +84,17 @@ def chained() -> nn.Module:
 
 
 BOTH = pytest.mark.parametrize("build", [traced, recorded])
+# What takes longer is shown of one of them in `make test`: tests of each have the other.
+TRACED = pytest.mark.parametrize("build", few([traced, recorded], traced))
+RECORDED = pytest.mark.parametrize("build", few([traced, recorded], recorded))
 EVERY = pytest.mark.parametrize(
-    "make", [chained, lambda: traced(Net.forward), lambda: recorded(Net.forward)], ids=["sequential", "graph", "looking"]
-)  # fmt: skip
+    "make",
+    [
+        pytest.param(chained, id="sequential"),
+        pytest.param(lambda: traced(Net.forward), id="graph", marks=pytest.mark.wide),
+        pytest.param(lambda: recorded(Net.forward), id="looking"),
+    ],
+)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -166,7 +175,7 @@ def x() -> torch.Tensor:
 # -------------------------------------------------------------------- arguments
 
 
-@BOTH
+@RECORDED
 def test_a_tensor_that_is_given_twice(build: Callable[[Forward], nn.Module], x: torch.Tensor) -> None:
     def forward(net: Net, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return Net.forward(net, left * 3 if left is right else left + right)
@@ -176,7 +185,7 @@ def test_a_tensor_that_is_given_twice(build: Callable[[Forward], nn.Module], x: 
     agree(lambda: build(forward), different, same, different, tight=False)
 
 
-@BOTH
+@RECORDED
 def test_plain_arguments_that_change_from_call_to_call(build: Callable[[Forward], nn.Module], x: torch.Tensor) -> None:
     def forward(net: Net, x: torch.Tensor, scale: Any = 1, *, mask: torch.Tensor | None = None) -> torch.Tensor:
         x = x * scale + (scale is True)
@@ -258,7 +267,7 @@ def test_a_forward_that_changes_a_container_of_the_callers_is_refused(x: torch.T
         planned_module(nn.Sequential(Adding(), Adding()))({"x": x})
 
 
-@BOTH
+@TRACED
 def test_keywords_alone(build: Callable[[Forward], nn.Module], x: torch.Tensor) -> None:
     agree(lambda: build(Net.forward), call(x=x), call(x=x))
 
@@ -267,7 +276,7 @@ def test_keywords_alone_for_a_sequential(x: torch.Tensor) -> None:
     agree(chained, call(input=x), call(x), call(input=x), tight=False)
 
 
-@BOTH
+@TRACED
 def test_a_mask_whose_type_is_asked_for(build: Callable[[Forward], nn.Module], x: torch.Tensor) -> None:
     def forward(net: Net, x: torch.Tensor, mask: Any = None) -> torch.Tensor:
         if isinstance(mask, torch.Tensor) and torch.is_tensor(mask) and not hasattr(mask, "tensors"):
@@ -282,8 +291,8 @@ def test_a_mask_whose_type_is_asked_for(build: Callable[[Forward], nn.Module], x
     "compute",
     [
         lambda net, x: net.head(x),
-        lambda net, x: F.gelu(x) + 1,
-        lambda net, x: x.transpose(0, 1)[0].sum() * x,
+        pytest.param(lambda net, x: F.gelu(x) + 1, marks=pytest.mark.wide),
+        pytest.param(lambda net, x: x.transpose(0, 1)[0].sum() * x, marks=pytest.mark.wide),
         lambda net, x: 2 * net.head.weight,
     ],
 )
@@ -321,7 +330,7 @@ def test_the_class_of_a_parameter(x: torch.Tensor) -> None:
 # -------------------------------------------------------------------- the course of the forward
 
 
-@BOTH
+@RECORDED
 def test_an_index_decides_what_a_loop_does_and_hidden_states_are_collected(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -335,7 +344,7 @@ def test_an_index_decides_what_a_loop_does_and_hidden_states_are_collected(
     agree(lambda: build(forward), call(x), call(x))
 
 
-@BOTH
+@TRACED
 def test_a_submodule_called_twice_and_parameters_of_several_stages(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -377,7 +386,7 @@ def test_a_branch_on_activations_in_the_root_is_refused(x: torch.Tensor) -> None
         refused(build(forward), r"its course depends on .* which depends on the output of 'blocks\.0\.", x)
 
 
-@BOTH
+@RECORDED
 def test_a_branch_in_a_submodule_is_one_stage(build: Callable[[Forward], nn.Module], x: torch.Tensor) -> None:
     class Branching(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -456,7 +465,7 @@ def scale_of_globals(kept: list[float]) -> Forward:
     return forward
 
 
-@BOTH
+@RECORDED
 def test_what_changes_outside_of_modules_is_followed(
     build: Callable[[Forward], nn.Module], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,7 +486,7 @@ def test_what_changes_outside_of_modules_is_followed(
     agree(lambda: build(scale_of_globals(kept)), *[call(x)] * 7, before_step=change, tight=False)
 
 
-@BOTH
+@RECORDED
 def test_a_counter_is_noticed_while_a_profiler_follows_pythons_calls(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -495,7 +504,7 @@ def afterwards() -> None:
     """Something that a profiler sees."""
 
 
-@BOTH
+@RECORDED
 def test_a_counter_is_noticed_after_a_profiler_has_become_garbage(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -520,7 +529,7 @@ def count() -> None:
     COUNTS[0] += 1
 
 
-@BOTH
+@TRACED
 def test_a_counter_outside_of_modules_is_refused_and_set_back(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -542,7 +551,7 @@ def warn_once(text: str) -> None:
     LOG.debug(text)
 
 
-@BOTH
+@RECORDED
 def test_what_cannot_change_a_forward_does_not_make_it_be_traced_again(
     build: Callable[[Forward], nn.Module], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -563,7 +572,7 @@ def test_what_cannot_change_a_forward_does_not_make_it_be_traced_again(
     assert cut.bind((x,), {}) is None
 
 
-@BOTH
+@RECORDED
 def test_a_trace_keeps_nothing_alive_that_is_not_its_models(
     build: Callable[[Forward], nn.Module], x: torch.Tensor
 ) -> None:
@@ -575,7 +584,7 @@ def test_a_trace_keeps_nothing_alive_that_is_not_its_models(
     assert cut.bind((x,), {}) is not None
 
 
-@BOTH
+@TRACED
 def test_a_cache_that_is_filled_once(
     build: Callable[[Forward], nn.Module], x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -729,10 +738,11 @@ def several_hooks(net: nn.Module, note: Note) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "register", "after"),
     [
-        *((lambda: traced(Net.forward), register, False) for register in REGISTER),
-        *((chained, register, after) for register in (several_hooks, hooks_for_all) for after in (False, True)),
+        # Each kind by itself, and all of them with others: of a recorded forward before planning, of a chain behind it.
+        *(pytest.param(lambda: traced(Net.forward), register, False, marks=pytest.mark.wide) for register in REGISTER),
         *(
-            (lambda: recorded(Net.forward), register, after)
+            pytest.param(make, register, after, marks=[] if after == (make is chained) else pytest.mark.wide)
+            for make in (chained, lambda: recorded(Net.forward))
             for register in (several_hooks, hooks_for_all)
             for after in (False, True)
         ),

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from lightning_rotor import Checkpointable, ModelError, RotorWarning, is_recomputing
+from tests.grids import few
 
 STEPS = 4
 
@@ -105,7 +106,7 @@ def rows(net: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("extra", "change"),
     [
-        (rows, bank_of),
+        pytest.param(rows, bank_of, marks=pytest.mark.wide),
         (rows, bank_in_place),
         (lambda net, x: 2.0 if net.bank.dtype is torch.float64 else 1.0, bank_of_doubles),
     ],
@@ -136,7 +137,7 @@ class Slotted:
     entries: list[float] = field(default_factory=list)
 
 
-@pytest.mark.parametrize("holder", [SimpleNamespace, Slotted])
+@pytest.mark.parametrize("holder", few([SimpleNamespace, Slotted], Slotted))
 @pytest.mark.parametrize(
     ("read", "value"),
     [

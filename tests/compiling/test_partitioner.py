@@ -43,8 +43,8 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
-def transformer(dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(*(Block(dropout) for _ in range(2)))
+def transformer(dropout: float = 0.0, depth: int = 2) -> nn.Module:
+    return nn.Sequential(*(Block(dropout) for _ in range(depth)))
 
 
 def small() -> nn.Module:
@@ -121,8 +121,11 @@ def train(
 
 @pytest.mark.parametrize(
     ("net", "shape", "shares"),
-    [(transformer(), TOKENS, (0.85,)), (transformer(0.2), TOKENS, (0.6,)), (CONVOLUTIONS, IMAGES, (0.9,))],
-    ids=["transformer", "dropout", "batch norm"],
+    [
+        pytest.param(transformer(), TOKENS, (0.85,), id="transformer", marks=pytest.mark.wide),
+        pytest.param(transformer(0.2, depth=1), TOKENS, (0.8,), id="dropout"),
+        pytest.param(CONVOLUTIONS, IMAGES, (0.9,), id="batch norm"),
+    ],
 )
 def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
     net: nn.Module, shape: tuple[int, ...], shares: tuple[float, ...]
@@ -146,6 +149,7 @@ def test_a_planned_pair_of_graphs_computes_the_same_bits_within_its_budget(
         assert found.peak.peak_bytes - around_bytes <= peak_bytes <= found.peak.peak_bytes
 
 
+@pytest.mark.wide
 def test_inductor_compiles_the_pair_to_the_bits_of_its_own() -> None:
     # Each kernel takes a C++ compiler two seconds, so few of them: no norms and no attention.
     wide = ((nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(3))
@@ -164,6 +168,7 @@ def test_a_budget_that_no_pair_keeps_is_refused_with_the_least() -> None:
         train(small(), TOKENS, backend(Partitioner(1000, fused=False)))
 
 
+@pytest.mark.wide
 def test_the_least_pair_is_made_where_nothing_saves_so_much_and_that_will_do() -> None:
     net = transformer()
     expected, plain_bytes = train(net, TOKENS, backend(min_cut_rematerialization_partition))

@@ -41,6 +41,7 @@ print(json.dumps([first.is_compiled, compiled.is_compiled, later.is_compiled, su
 """
 
 
+@pytest.mark.wide
 def test_a_fresh_cache_is_filled_by_another_process_while_plain_loops_serve(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT]

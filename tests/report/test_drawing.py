@@ -226,6 +226,7 @@ def test_a_wrapped_module_draws_itself() -> None:
     assert boxes(net.draw(backward=True)) == ["2", "1", "0"]
 
 
+@pytest.mark.wide
 def test_of_resnet101_a_page_is_enough() -> None:
     net = torchvision.models.resnet101(num_classes=10).train()
     images = torch.randn(2, 3, 32, 32)

@@ -75,7 +75,7 @@ def test_memory_is_drawn_below_with_the_limit():
 
 
 def test_many_devices_are_drawn_thinly(tmp_path):
-    simulation = simulated(devices=40, micro_batches=40, held=5)
+    simulation = simulated(devices=24, micro_batches=24, held=5)
     axes, below = plot_pipeline(simulation, title="many").axes
     assert not axes.texts
     assert len(axes.get_yticks()) <= 16
