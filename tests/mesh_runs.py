@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,6 +102,15 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 0.01)
 
 
+class Slow(Model):
+    """Its second process takes its time."""
+
+    def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1:
+            time.sleep(0.3)
+        return super().training_step(tokens, batch_idx)
+
+
 class LossOfParts(Model):
     """Its loss is computed from spread logits."""
 
@@ -172,8 +182,8 @@ def fit(case: Case, callbacks: list[L.Callback]) -> dict[str, torch.Tensor]:
     return {name: getattr(value, "full_tensor", lambda value=value: value)().clone() for name, value in state.items()}
 
 
-def seen(rank: int, name: str) -> dict[str, Any]:
-    """What a process sees of one case: plain, with room, and within a limit below what that has taken."""
+def seen(rank: int, name: str, refused: bool) -> dict[str, Any]:
+    """What a process sees of one case: plain, with room, within a limit below what that has taken, and if asked for within one that none keeps."""
     warnings.simplefilter("ignore")
     grids.make_tables_coarse(pytest.MonkeyPatch())
     case = CASES[name]
@@ -185,13 +195,23 @@ def seen(rank: int, name: str) -> dict[str, Any]:
     refusal = None
     last = Peaks(RotorCallback(1024, show_table=False))
     try:
-        fit(case, [last.rotor, last])
+        if refused:
+            fit(case, [last.rotor, last])
     except BudgetError as error:
         refusal = error.minimum_bytes
     return {
         "plain": plain, "rich": rich, "poor": poor, "limit": tight.rotor.budget_bytes, "peaks": tight.peaks,
         "schedules": tight.schedules, "refusal": refusal, "steps before it": len(last.peaks),
     }  # fmt: skip
+
+
+def steps_beside_a_slow_process(rank: int) -> int:
+    """How many steps a process trains."""
+    warnings.simplefilter("ignore")
+    grids.make_tables_coarse(pytest.MonkeyPatch())
+    followed = Peaks(RotorCallback("1GiB", "net", show_table=False))
+    fit(Case(lambda: Slow(units()), 2), [followed.rotor, followed])
+    return len(followed.peaks)
 
 
 def least_of_all(size: int) -> int:

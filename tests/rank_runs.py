@@ -1,4 +1,4 @@
-"""Trainings on two processes, with and without the callback: ``python -m tests.rank_runs FOLDER`` leaves what each process saw.
+"""Trainings on two processes, with and without the callback: ``python -m tests.rank_runs FOLDER CASE ...`` leaves what each process saw.
 
 Lightning's launcher starts the second process. All trainings share the two, since starting them takes longer than training.
 """
@@ -32,6 +32,7 @@ from tests import grids
 
 WIDTH, BATCH, STEPS = 64, 64, 14
 FEW = 7  # steps where none is measured late; every two sizes meet on the ranks
+FEWEST = 4  # other sizes meet in the last of them
 LIMIT = 500 * 1024  # plain training takes 628 KiB under DDP
 LEAST = 1024  # no plan fits
 BLOCKS_LIMIT = 9_400_000  # of FSDP2 with a unit for each block: a message that gloo keeps is 1.4 % of it
@@ -303,20 +304,27 @@ CASES = {
     "unit": Case(lambda: Sharded("body"), fsdp2),
     "units": Case(Blocks, fsdp2, limit=BLOCKS_LIMIT, batch=1024, measured=True, saved=True),
     "short": Case(Short, ddp()),
-    "beyond": Case(lambda: Net(depth=2), ddp(), ragged=True, steps=FEW, limit=LEAST, on_infeasible="warn"),
+    "beyond": Case(lambda: Net(depth=1), ddp(), ragged=True, steps=FEWEST, limit=LEAST, on_infeasible="warn"),
     "beyond_together": Case(
-        lambda: Net(MeanOfAll, depth=2), ddp(), ragged=True, steps=FEW, limit=LEAST, on_infeasible="warn"
+        lambda: Net(MeanOfAll, depth=1), ddp(), ragged=True, steps=FEWEST, limit=LEAST, on_infeasible="warn"
     ),
 }
+WIDE = ("twice_synchronized", "beyond")  # `make test` does without them
 APART = {
     "ddp_gpus": Case(
-        Net, ddp(process_group_backend=GPU_BACKEND), batch=4096, measured=True, accelerator="gpu", below_plain=5 * 2**20
+        Net,
+        ddp(process_group_backend=GPU_BACKEND),
+        batch=4096,
+        steps=FEW,
+        measured=True,
+        accelerator="gpu",
+        below_plain=5 * 2**20,
     ),
     "infeasible": Case(Net, ddp(), ragged=True, limit=438_000),  # enough for the second process, whose batch is smaller
     "sync_batch_norm": Case(
         lambda: Net(nn.SyncBatchNorm),
         ddp(process_group_backend=GPU_BACKEND),
-        steps=FEW,
+        steps=FEWEST,
         limit=LEAST,
         on_infeasible="warn",
         accelerator="gpu",
@@ -324,7 +332,7 @@ APART = {
     "fsdp1": Case(
         Net,
         lambda: FSDPStrategy(timeout=TIMEOUT, process_group_backend=GPU_BACKEND),
-        steps=FEW,
+        steps=FEWEST,
         limit=LEAST,
         on_infeasible="warn",
         accelerator="gpu",
@@ -354,11 +362,13 @@ def resumed(case: Case, folder: Path) -> dict[str, Any]:
     L.seed_everything(4, verbose=False)
     model = case.make()
     trainer = L.Trainer(
-        accelerator=case.accelerator, devices=2, strategy=case.strategy(), max_epochs=2, limit_train_batches=STEPS, logger=False,
+        accelerator=case.accelerator, devices=2, strategy=case.strategy(), max_epochs=2, limit_train_batches=FEWEST, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Batches(case.batch), batch_size=None), ckpt_path=str(folder / "checkpoint"))
-    assert trainer.global_step == 2 * STEPS
+    trainer.fit(
+        model, DataLoader(Batches(case.batch, steps=FEWEST), batch_size=None), ckpt_path=str(folder / "checkpoint")
+    )
+    assert trainer.global_step == STEPS + FEWEST
     return {name: _local(value) for name, value in model.state_dict().items()}
 
 
@@ -392,7 +402,7 @@ def piped(folder: Path) -> dict[str, Any]:
     from lightning_rotor.strategies import RotorPipelineStrategy
 
     gc.collect()  # what earlier runs have left in cycles would count in the peak, or not
-    batches, peak = Batches(8192, rank=0), StepPeak()
+    batches, peak = Batches(8192, steps=FEWEST, rank=0), StepPeak()
     strategy = RotorPipelineStrategy("body", micro_batches=4, timeout=TIMEOUT, process_group_backend=GPU_BACKEND)
     L.seed_everything(3, verbose=False)
     model = Undropped()
@@ -422,14 +432,16 @@ def advised(folder: Path) -> dict[str, Any]:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     advice = RotorBatchSizeAdvice((800 + 400 * rank) * 1024, "body", set_batch_size=True, show_table=False)
     hopeless = RotorBatchSizeAdvice(2**30 if rank else 1, "body", show_table=False)
-    fit(Case(Sized, ddp()), [advice], folder)
+    fit(Case(Sized, ddp(), steps=FEWEST), [advice], folder)
     try:
-        fit(Case(Sized, ddp()), [hopeless], folder)
+        fit(Case(Sized, ddp(), steps=FEWEST), [hopeless], folder)
     except BudgetError as error:
         refusal = str(error)
     single = RotorBatchSizeAdvice(2**30, "body", show_table=False)
     with pytest.raises(SampleError) as lonely:
-        fit(Case(Sized, ddp(), ragged=True, batch=9), [single], folder)  # one sample on the second process alone
+        fit(
+            Case(Sized, ddp(), ragged=True, steps=FEWEST, batch=9), [single], folder
+        )  # one sample on the second process alone
     assert advice.advice is not None
     return {
         "best": advice.advice.best.batch_size, "limit": advice.advice.limit_bytes, "refusal": refusal, "lonely": str(lonely.value),
@@ -445,11 +457,12 @@ def main(folder: Path, names: list[str]) -> None:
     others = {"advice": advised, "piped": piped}
     found = {
         name: others[name](folder) if name in others else seen(cases[name], folder)
-        for name in names or [*CASES, "advice"]
+        for name in names
+        if name != "infeasible"
     }
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
-    if not names:
+    if "infeasible" in names:
         seen(cases["infeasible"], folder)  # raises an error on one process, which ends both
 
 

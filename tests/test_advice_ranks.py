@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from pipelines import PATIENCE_SECONDS, good, processes
+from pipelines import PATIENCE_SECONDS, Processes, good, processes
 
 from lightning_rotor.advising import Cluster, advise
 from lightning_rotor.profiling.input_spec import InputSpec
 from tests.advice_runs import ROWS, Whole, peak_bytes
+from tests.grids import few
 from tests.rank_runs import WIDTH
+
+WAYS = {"DDP": None, "FSDP2 True": True, "FSDP2 False": False}
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict[str, int]:
-    """By way, what the first process takes."""
-    ways = {"DDP": None, "FSDP2 True": True, "FSDP2 False": False}
-    with processes(2, patience_seconds=PATIENCE_SECONDS) as group:
-        return {way: good(group.run(2, peak_bytes, reshard))[0] for way, reshard in ways.items()}
+def group() -> Iterator[Processes]:
+    with processes(2, patience_seconds=PATIENCE_SECONDS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +41,10 @@ def foretold() -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("way", ["DDP", "FSDP2 True", "FSDP2 False"])
-def test_bytes_a_device_are_those_of_two_processes(
-    way: str, foretold: dict[str, int], measured: dict[str, int]
-) -> None:
-    assert foretold[way] == pytest.approx(measured[way], rel=0.02)
+@pytest.mark.parametrize("way", few(WAYS, "DDP", "FSDP2 True"))
+def test_bytes_a_device_are_those_of_two_processes(way: str, foretold: dict[str, int], group: Processes) -> None:
+    measured = good(group.run(2, peak_bytes, WAYS[way]))[0]
+    assert foretold[way] == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.wide

@@ -147,6 +147,7 @@ class Denoiser(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
 
+@pytest.mark.wide
 def test_equal_blocks_of_a_module_that_cannot_be_recorded_are_planned_together(tmp_path: Path) -> None:
     waves = [torch.randn(24, 400, generator=torch.Generator().manual_seed(1))]
     limit = tight_limit(Denoiser, waves, tmp_path, batch_size=6)

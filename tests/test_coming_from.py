@@ -46,6 +46,7 @@ def test_every_block_of_the_page_runs_here() -> None:
     )
 
 
+@pytest.mark.wide
 def test_rotors_resnet(capsys: pytest.CaptureFixture[str]) -> None:
     found = run("rotor")
     net, plain = found["net"], found["resnet18"]()
@@ -63,6 +64,7 @@ def test_rockmates_resnet() -> None:
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
+@pytest.mark.wide
 def test_rk_gbs_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)

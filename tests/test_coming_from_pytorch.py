@@ -14,6 +14,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from lightning_rotor import parse_bytes
+from tests.grids import few
 from tests.processes import ROOT
 
 EXAMPLES = ROOT / "examples" / "coming_from"
@@ -33,7 +34,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
 
 # What PEFT 0.21 asks of transformers 5.23, which has another name for it.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", few(RUN, "torch_checkpoint", "accelerate_loop"))
 def test_both_trainings_end_with_the_same_weights_and_the_limit_is_kept(
     name: str, program: Callable[[str], dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -131,7 +132,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "need_weights", "batched"), grid(OPTIONS, [False, True], [False, True]), ids=str)
+@pytest.mark.parametrize(
+    ("options", "need_weights", "batched"),
+    [
+        pytest.param(options, need_weights, batched, marks=[] if way == number % 4 else pytest.mark.wide)
+        for number, options in enumerate(OPTIONS)
+        for way, (need_weights, batched) in enumerate(product([False, True], [False, True]))
+    ],
+    ids=str,
+)
 def test_options_with_another_source(options: dict[str, Any], need_weights: bool, batched: bool) -> None:
     net = Attending(need_weights=need_weights, **options)
     source = options.get("kdim", WIDTH)
@@ -213,6 +222,7 @@ def test_functions_of_torch_are_recorded_inside(function: Callable[[torch.Tensor
     assert not {"gumbel_softmax", "local_response_norm", "normalize", "softsign", "tanhshrink"} & {*operations(cut)}
 
 
+@pytest.mark.wide
 def test_transformers_of_torch_and_torchvision_are_cut_inside_of_attention() -> None:
     torch.manual_seed(0)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
@@ -227,6 +237,7 @@ def test_transformers_of_torch_and_torchvision_are_cut_inside_of_attention() -> 
     assert operations(cut_graph(swin, (torch.randn(2, 3, 16, 16),))).count("softmax") == 2
 
 
+@pytest.mark.wide
 def test_a_smaller_last_batch_is_served_by_the_plan_of_a_larger_one() -> None:
     torch.manual_seed(0)
     vit = torchvision.models.VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=3)

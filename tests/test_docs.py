@@ -95,6 +95,7 @@ def test_code_of_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
             block.evaluate()
 
 
+@pytest.mark.wide
 def test_the_notebook_runs(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     from nbclient import NotebookClient

@@ -15,6 +15,8 @@ from PIL import Image
 from torchvision.models.googlenet import GoogLeNetOutputs
 from torchvision.models.inception import InceptionOutputs
 
+from tests.grids import few
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "imagenet"
 RECIPES = sorted(EXAMPLE.glob("*.yaml"))
 
@@ -170,7 +172,9 @@ def test_learning_rate_rises_and_falls_to_zero(example) -> None:
 # ---------------------------------------------------------------------------------------------------------- command line
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe", few(RECIPES, EXAMPLE / "pipeline.yaml", EXAMPLE / "resnet50.yaml"), ids=lambda path: path.stem
+)
 def test_recipes_parse_and_round_trip(example, recipe, tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="0"):
         example.train.main(["fit", "--config", str(recipe), "--data.root=/data/imagenet", "--print_config"])
@@ -221,7 +225,7 @@ def test_demo_trains_and_validates_inside_the_limit(example, photographs, in_fol
             f"--config={EXAMPLE / 'resnet50.yaml'}",
             f"--data.cache={photographs.parent}",
             "--model.arch=shufflenet_v2_x0_5",
-            "--trainer.limit_train_batches=4",
+            "--trainer.limit_train_batches=2",
             "--trainer.max_epochs=1",
             "--trainer.check_val_every_n_epoch=1",
             "--trainer.enable_progress_bar=false",
@@ -237,6 +241,7 @@ def test_demo_trains_and_validates_inside_the_limit(example, photographs, in_fol
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # of ModelCheckpoint, since each run has its folder
+@pytest.mark.wide
 def test_two_classes_and_a_checkpoint_that_validates_again(example, in_folder, capsys) -> None:
     make_images(in_folder / "images", {"train": ["cat", "dog"], "val": ["cat", "dog"]})
     small = [

@@ -6,6 +6,7 @@ import gc
 import linecache
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,7 @@ from torch import nn
 import lightning_rotor
 from lightning_rotor import Checkpointable
 from lightning_rotor.private import torch_names as private
+from tests.grids import examples
 
 PACKAGE = str(Path(lightning_rotor.__file__).parent)
 # What changes something that is not the package's own, and undoes it.
@@ -102,7 +104,11 @@ def test_an_interrupt_at_each_line_that_changes_something_leaves_all_as_it_was()
     assert len(lines) > 60
     assert {"shown_calls", "noticed_checkpoints", "standing_in", "attach"} <= set(lines.values())
     wrong = []
+    places: Counter[str] = Counter()
     for line, name in lines.items():
+        places[name] += 1
+        if places[name] % examples(3, 1) != examples(1, 0):
+            continue  # of each function the first line and every third one are enough to see that it undoes what it did
         net, x = first_call()
         before, fired = state_of(net), []
 

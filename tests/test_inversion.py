@@ -28,6 +28,7 @@ from lightning_rotor.profiling import Profile, profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.simulator import first_inverted, simulate
 from lightning_rotor.stages.sequential import sequential_stages
+from tests.grids import examples, few
 from tests.invertible import CHANNELS, Unfused, assert_same_step, exact_coupling, of_few_bits
 from tests.invertible import step as invertible_step
 from tests.models import Case, training_step
@@ -124,7 +125,7 @@ def normalizing_case() -> Case:
         )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(4, 12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example(normalizing_case(), 3, False)
 @given(mixed_cases(), st.integers(0, 2**32 - 1), st.booleans())
 def test_plans_and_any_schedule_give_the_gradients_of_plain_autograd_and_the_simulated_peak(
@@ -160,7 +161,12 @@ def case() -> Case:
 
 
 @pytest.mark.parametrize(
-    "schedule", ["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1", "((0-1 2:1) 3:1 4) 5", "0 ((1 2:1) 3-4) 5:1"]
+    "schedule",
+    few(
+        ["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1", "((0-1 2:1) 3:1 4) 5", "0 ((1 2:1) 3-4) 5:1"],
+        "0 (1 2-3:1 4) 5:1",
+        "((0-1 2:1) 3:1 4) 5",
+    ),
 )
 def test_peak_is_exact(case: Case, schedule: str) -> None:
     profile = profile_of(case.net, case.batch)
@@ -169,7 +175,7 @@ def test_peak_is_exact(case: Case, schedule: str) -> None:
     assert 0 <= peak - simulate(profile.chain, Schedule.parse(schedule)).peak_bytes <= LOSS_BYTES
 
 
-@pytest.mark.parametrize("schedule", ["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1"])
+@pytest.mark.parametrize("schedule", few(["0-1 2-3:1 4 5:1", "0 (1 2-3:1 4) 5:1"], "0 (1 2-3:1 4) 5:1"))
 def test_two_backwards_through_one_graph_and_gradients_of_some_parameters(case: Case, schedule: str) -> None:
     net, run = case.net, executor(profile_of(case.net, case.batch), schedule)
 
@@ -297,7 +303,9 @@ def test_an_inverse_that_drifts_later_is_an_error_with_the_stages_name() -> None
     executor(profile, "0 1:1 2")(torch.randn(8, WIDTH)).sum().backward()
 
 
-@pytest.mark.parametrize("wrap", [Unfused, lambda block: block], ids=["invert", "invert, fused"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(Unfused, marks=pytest.mark.wide), lambda block: block], ids=["invert", "invert, fused"]
+)
 def test_a_second_backward_is_refused_with_the_stages_name_and_the_remedy(case: Case, wrap: Any) -> None:
     net = nn.Sequential(*(wrap(each) if isinstance(each, AdditiveCoupling) else each for each in case.net))
     profile = profile_of(net, case.batch)
@@ -354,6 +362,7 @@ class Flow(nn.Module):
         lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Flow().blocks, nn.Tanh()),
     ],
 )
+@pytest.mark.wide
 def test_invertible_modules_stay_whole_and_a_tight_limit_inverts_them(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     net, batch = make(), torch.randn(256, WIDTH)
@@ -377,7 +386,7 @@ def test_callback_trains_with_inverted_stages_as_without_it(tmp_path: Path) -> N
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Sequential(
-                nn.Linear(WIDTH, WIDTH), *(coupling(0.1, norm=True) for _ in range(10)), nn.Linear(WIDTH, 4)
+                nn.Linear(WIDTH, WIDTH), *(coupling(0.1, norm=True) for _ in range(5)), nn.Linear(WIDTH, 4)
             )
 
         def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], _: int) -> torch.Tensor:
@@ -498,7 +507,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [Unfused, lambda block: block], ids=["invert", "invert, fused"])
-@pytest.mark.parametrize("schedule", ["0-1 2-4:1 5-6", "0 (1 2-3:1) 4:1 5-6"])
+@pytest.mark.parametrize("schedule", few(["0-1 2-4:1 5-6", "0 (1 2-3:1) 4:1 5-6"], "0 (1 2-3:1) 4:1 5-6"))
 def test_boundaries_of_several_tensors_are_dropped_and_rebuilt_too(schedule: str, wrap: Any) -> None:
     torch.manual_seed(0)
     streams = [wrap(Streams()) for _ in range(3)]

@@ -20,6 +20,7 @@ from lightning_rotor.private.values import same_bits
 from lightning_rotor.profiling import profile_chain
 from lightning_rotor.schedule import Schedule
 from lightning_rotor.stages.sequential import sequential_stages
+from tests.grids import few
 from tests.invertible import Unfused
 from tests.test_invertible_check import Odd
 
@@ -123,7 +124,14 @@ def options_of(stage: StageCost) -> list[str]:
     return [option.name for option in stage.options]
 
 
-@pytest.mark.parametrize("kind", WITHHELD)
+@pytest.mark.parametrize(
+    "kind",
+    few(
+        WITHHELD,
+        *("forward in place", "output smaller", "inverse in place", "inverse of nothing", "inverse off"),
+        *("inverse of other random numbers", "fused backward that fails"),
+    ),
+)
 def test_it_is_withheld_with_the_reason_and_the_plan_does_without(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     make, reason = WITHHELD[kind]
     made = WIDTH // 2 if kind == "output smaller" else WIDTH

@@ -13,6 +13,7 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "invertible" / "train.py"
 SIZES = {"KiB": 2**10, "MiB": 2**20}
 
 
+@pytest.mark.wide
 def test_the_example_trains_in_three_ways_and_draws_memory_against_depth(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

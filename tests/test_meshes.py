@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import pytest
 from pipelines import PATIENCE_SECONDS, Processes, good, processes
 
-from tests.mesh_runs import seen
+from tests import grids
+from tests.mesh_runs import STEPS, seen, steps_beside_a_slow_process
 from tests.training import assert_same_bits
+
+# The error comes about in one way; `make test` sees it in units and in layers that are spread.
+REFUSED = ("stays whole", "loss of parts")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +23,8 @@ def group() -> Iterator[Processes]:
 
 def check(group: Processes, number: int, case: str) -> None:
     """A case on so many processes."""
-    runs = good(group.run(number, seen, case))
+    refused = grids.is_whole or case in REFUSED
+    runs = good(group.run(number, seen, case, refused))
     for each in runs:
         assert_same_bits(each["plain"], each["rich"])
         assert_same_bits(each["plain"], each["poor"])
@@ -27,6 +32,8 @@ def check(group: Processes, number: int, case: str) -> None:
         assert each["schedules"] == runs[0]["schedules"]
         # A message that gloo keeps a moment longer is 3 % of it.
         assert max(each["peaks"][1:]) <= 1.03 * each["limit"]
+        if not refused:
+            continue
         # All raise the error of the process that needs most, behind the first step.
         assert each["refusal"] == runs[0]["refusal"] > 1024
         assert each["steps before it"] == runs[0]["steps before it"] <= 2
@@ -60,3 +67,8 @@ def test_spread_layers_in_units_are_planned(group: Processes) -> None:
 @pytest.mark.feature("Strategies", "HSDP: FSDP2 units with replicas, on four processes")
 def test_replicated_units_are_planned(group: Processes) -> None:
     check(group, 4, "replicas")
+
+
+@pytest.mark.feature("Strategies", "a process that is slower than the others", note="the others wait for it")
+def test_a_slow_process_is_waited_for(group: Processes) -> None:
+    assert good(group.run(2, steps_beside_a_slow_process)) == [STEPS, STEPS]

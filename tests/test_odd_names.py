@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable, Plan
 from lightning_rotor.shown import printable, rendered, show
+from tests.grids import few
 from tests.processes import ROOT
 
 NAMES = [
@@ -90,11 +92,28 @@ print("trained", rotor.plan.recomputed != ())
 """
 
 
-def test_a_terminal_without_unicode_shows_what_it_can() -> None:
+def printed_here(patch: pytest.MonkeyPatch) -> str:
+    """By this process, whose stream and width are those of such a terminal."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    patch.setenv("COLUMNS", "20")
+    patch.setattr(sys, "stdout", stream)
+    exec(TRAIN, {"__name__": "train"})
+    stream.flush()
+    return stream.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+
+
+def printed_by_a_program() -> str:
+    """Also without unicode in the names and contents of files."""
     environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "20"}
     environment |= {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", TRAIN], env=environment, capture_output=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr.decode()
-    printed = done.stdout.decode("ascii")
+    return done.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize("apart", few([False, True], False))
+@pytest.mark.filterwarnings("ignore")
+def test_a_terminal_without_unicode_shows_what_it_can(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = printed_by_a_program() if apart else printed_here(monkeypatch)
     assert "trained True" in printed
     assert "Recompute" in printed

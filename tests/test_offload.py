@@ -136,6 +136,7 @@ class TwoCalls(Deep):
         return loss
 
 
+@pytest.mark.wide
 def test_calls_that_wait_together_move_nothing_and_say_so(tmp_path: Path) -> None:
     data = [torch.randn(1024, 64)]
     limit = tight_limit(TwoCalls, data, tmp_path, batch_size=256, room=0.3)

@@ -335,6 +335,7 @@ class Growing(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.wide
 def test_steps_whose_sizes_are_measured_first_are_compared_with_the_limit(tmp_path: Path) -> None:
     rows = [torch.randn(512 * 8, 16)]
     with pytest.raises(BudgetError, match=r"a measured step has taken .* under the plan that takes least") as caught:

@@ -177,13 +177,20 @@ def train(rank: int, kind: str, options: dict[str, Any], accumulated: int, clips
     [
         (2, "language", {"micro_batches": 4}, 1, True),
         (2, "language", {"micro_batches": 4, "schedule": "interleaved", "stages_per_device": 2}, 3, False),
-        (3, "language", {"micro_batches": 3, "schedule": "gpipe", "recompute": "always"}, 2, True),
+        pytest.param(
+            3,
+            "language",
+            {"micro_batches": 3, "schedule": "gpipe", "recompute": "always"},
+            2,
+            True,
+            marks=pytest.mark.wide,
+        ),
         (2, "one block", {"micro_batches": 4}, 2, True),
-        (4, "one block", {"micro_batches": 4, "schedule": "gpipe"}, 1, True),
-        (2, "gpt2", {"micro_batches": 2}, 1, True),
-        (2, "t5", {"micro_batches": 2}, 1, True),
+        pytest.param(4, "one block", {"micro_batches": 4, "schedule": "gpipe"}, 1, True, marks=pytest.mark.wide),
+        pytest.param(2, "gpt2", {"micro_batches": 2}, 1, True, marks=pytest.mark.wide),
+        pytest.param(2, "t5", {"micro_batches": 2}, 1, True, marks=pytest.mark.wide),
         (2, "by function", {"micro_batches": 2}, 1, True),
-        (2, "language", {"micro_batches": 1}, 2, False),
+        pytest.param(2, "language", {"micro_batches": 1}, 2, False, marks=pytest.mark.wide),
     ],
 )
 def test_copies_are_trained_as_one_weight(
@@ -242,9 +249,21 @@ def peaks(rank: int, kind: str, options: dict[str, Any]) -> dict[str, int]:
     return {"measured": measured, "predicted": predicted, "messages": messages}
 
 
-@pytest.mark.parametrize("kind", ["language", "one block"])
 @pytest.mark.parametrize(
-    "options", [{"micro_batches": 4}, {"micro_batches": 4, "recompute": "always"}, {"micro_batches": 1}]
+    ("options", "kind"),
+    [
+        ({"micro_batches": 4}, "language"),
+        ({"micro_batches": 4, "recompute": "always"}, "one block"),
+        *(
+            pytest.param(options, kind, marks=pytest.mark.wide)
+            for options, kind in (
+                ({"micro_batches": 4}, "one block"),
+                ({"micro_batches": 4, "recompute": "always"}, "language"),
+                ({"micro_batches": 1}, "language"),
+                ({"micro_batches": 1}, "one block"),
+            )
+        ),
+    ],
 )
 def test_a_copy_counts_on_each_device(group: Processes, kind: str, options: dict[str, Any]) -> None:
     for answer in good(group.run(2, peaks, kind, options)):

@@ -268,13 +268,13 @@ class PreciseRecorded(Precise):
     ("precision", "kind"),
     [
         ("32-true", Precise),
-        ("64-true", Precise),
-        ("bf16-true", PreciseRecorded),
-        ("16-true", Precise),
         ("bf16-mixed", PreciseRecorded),
         *(
             pytest.param(*each, marks=pytest.mark.wide)
             for each in (
+                ("64-true", Precise),
+                ("bf16-true", PreciseRecorded),
+                ("16-true", Precise),
                 ("32-true", PreciseRecorded),
                 ("64-true", PreciseRecorded),
                 ("bf16-true", Precise),

@@ -19,6 +19,7 @@ from torch import nn
 from torchmetrics import MeanSquaredError, SumMetric
 
 from lightning_rotor.strategies import RotorPipelineStrategy
+from tests.grids import few
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def from_yaml(rank: int, folder: str, strategy: str | None) -> list[Any]:
     return made.model.steps
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", few(STRATEGIES.values(), STRATEGIES["a class"]), ids=STRATEGIES)
 def test_a_yaml_trains_as_one_process_does(group: Processes, tmp_path: Path, strategy: str) -> None:
     expected = torch.tensor(from_yaml(0, str(tmp_path), None))
     for steps in good(group.run(2, from_yaml, str(tmp_path), strategy)):

@@ -14,7 +14,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rotor import RotorCallback
-from tests.rank_runs import APART, BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, WIDTH, fit
+from tests import grids
+from tests.grids import few
+from tests.rank_runs import APART, BLOCKS_LIMIT, CASES, LIMIT, STEPS, TIMEOUT, WIDE, WIDTH, fit
 from tests.training import assert_same_bits
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +35,8 @@ def launch(folder: Path, *cases: str) -> subprocess.CompletedProcess[str]:
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """All cases, the last of which ends both processes. Lightning's own launcher (popen) starts the second one."""
     folder = tmp_path_factory.mktemp("ranks")
-    return folder, launch(folder)
+    cases = (case for case in CASES if grids.is_whole or case not in WIDE)
+    return folder, launch(folder, *cases, "advice", "infeasible")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +81,7 @@ def runs(launched: tuple[Path, subprocess.CompletedProcess[str]]) -> Seen:
             marks=pytest.mark.feature("Strategies", "the same with other shapes on each rank and step"),
             id="synchronized_ragged",
         ),
-        "twice_synchronized",
+        pytest.param("twice_synchronized", marks=pytest.mark.wide),
         pytest.param(
             "inside",
             marks=pytest.mark.feature("Strategies", "FSDP2 (ModelParallelStrategy), planned module inside a unit"),
@@ -115,7 +118,10 @@ def test_two_processes_train_as_without_the_callback(runs: Seen, case: str) -> N
     assert_same_bits(runs[0][case]["planned"], runs[1][case]["planned"])
 
 
-@pytest.mark.parametrize("case", ["synchronized", "synchronized_ragged", "twice_synchronized", "inside", "units"])
+@pytest.mark.parametrize(
+    "case",
+    few(["synchronized", "synchronized_ragged", "twice_synchronized", "inside", "units"], *(CASES.keys() - WIDE)),
+)
 def test_ranks_that_communicate_run_one_plan(runs: Seen, case: str) -> None:
     first, second = (seen[case]["schedules"] for seen in runs)
     assert first[-1] == second[-1] != ""
@@ -168,7 +174,7 @@ def test_steps_that_communicate_are_measured(runs: Seen, case: str) -> None:
 
 
 @pytest.mark.feature("Strategies", '`on_infeasible="warn"` where no plan fits on several ranks', note="all go on")
-@pytest.mark.parametrize("case", ["beyond", "beyond_together"])
+@pytest.mark.parametrize("case", few(["beyond", "beyond_together"], "beyond_together"))
 def test_ranks_beyond_the_limit_go_on(runs: Seen, case: str) -> None:
     for seen in runs:
         assert_same_bits(seen[case]["plain"], seen[case]["planned"])

@@ -164,7 +164,12 @@ def found(group: Processes, limit: str, *, precision: str = "32-true", sequence:
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"), [("1GiB", [True, False]), ("1KiB", "BudgetError"), ("2.5MiB", [True, True])]
+    ("limit", "expected"),
+    [
+        pytest.param("1GiB", [True, False], marks=pytest.mark.wide),
+        pytest.param("1KiB", "BudgetError", marks=pytest.mark.wide),
+        ("2.5MiB", [True, True]),
+    ],
 )
 def test_parts_of_a_sequence_are_planned_to_the_same_bits(group: Processes, limit: str, expected: Any) -> None:
     """Beside a spread table that cannot be recorded.
@@ -175,6 +180,7 @@ def test_parts_of_a_sequence_are_planned_to_the_same_bits(group: Processes, limi
     assert found(group, limit, sequence=True) == expected
 
 
+@pytest.mark.wide  # test_meshes has dropout beside spread weights, too
 @pytest.mark.parametrize(("precision", "limit"), [("32-true", "2.5MiB"), ("bf16-true", "2MiB")])
 def test_dropout_and_other_precisions_keep_their_bits(group: Processes, precision: str, limit: str) -> None:
     assert found(group, limit, precision=precision, sequence=False) == [True, True]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_rotor import RotorBatchSizeAdvice, RotorCallback
 from lightning_rotor.private import lightning_packages
 from lightning_rotor.strategies import RotorPipelineStrategy
+from tests.grids import few
 from tests.imported_python import ImportedPython
 
 pytorch_lightning = pytest.importorskip("pytorch_lightning")
@@ -51,7 +52,7 @@ def model_of(pl: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("pl", LIGHTNINGS, ids=lambda pl: pl.__name__)
+@pytest.mark.parametrize("pl", few(LIGHTNINGS, pytorch_lightning), ids=lambda pl: pl.__name__)
 def test_a_trainer_of_either_trains_with_plans_and_resumes(pl: Any, tmp_path: Path) -> None:
     plain = model_of(pl)()
     pl.Trainer(logger=False, enable_checkpointing=False, **QUIET).fit(plain)
@@ -86,7 +87,7 @@ def test_a_trainer_of_either_trains_with_plans_and_resumes(pl: Any, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:No seed found")
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-@pytest.mark.parametrize("pl", LIGHTNINGS, ids=lambda pl: pl.__name__)
+@pytest.mark.parametrize("pl", few(LIGHTNINGS, pytorch_lightning), ids=lambda pl: pl.__name__)
 def test_the_command_line_of_either_takes_the_callback(pl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py"])
     options = ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
@@ -202,7 +203,7 @@ def test_one_that_is_too_old_is_left_aside(monkeypatch: pytest.MonkeyPatch) -> N
         lightning_packages.installed.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("name", few(["lightning.pytorch", "pytorch_lightning"], "pytorch_lightning"))
 def test_the_lightning_that_was_imported_keeps_its_logger(name: str, imported_python: ImportedPython) -> None:
     lines = (
         f"import sys, logging, {name}",

@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks.fuzz_objects import Fields, Odd, RefusesIter, RefusesLen
 from lightning_rotor import BudgetError, Checkpointable, ModelError
 from lightning_rotor.private.values import flatten, tensors_in, tree_unflatten
+from tests.grids import few
 
 
 class Nested:
@@ -156,7 +157,7 @@ def test_an_object_without_tensors_stays_whole() -> None:
     assert type(leaves[0]) is Settings
 
 
-@pytest.mark.parametrize("kind", OBJECTS)
+@pytest.mark.parametrize("kind", few(OBJECTS, "attributes", "nested", "dict", "dataclass"))
 def test_a_module_that_takes_and_gives_objects_trains_to_the_same_bits(kind: str) -> None:
     pack, opened = OBJECTS[kind]
     torch.manual_seed(0)

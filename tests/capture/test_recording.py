@@ -27,6 +27,7 @@ from lightning_rotor.planning import minimum_budget
 from lightning_rotor.profiling import StepMeter
 from lightning_rotor.profiling.same_results import require_same
 from lightning_rotor.stages.sequential import wiring_of
+from tests.grids import few
 from tests.models import finite
 
 X = (6, 16)
@@ -1008,11 +1009,15 @@ SMALL = {
         ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": 64, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}),
         pytest.param("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 1}, marks=pytest.mark.wide),
         pytest.param("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, "num_key_value_heads": 1}, marks=pytest.mark.wide),
-        ("Gemma2ForCausalLM", "Gemma2Config", {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}),
-        ("BertForMaskedLM", "BertConfig", SMALL),
-        (
+        pytest.param(
+            "Gemma2ForCausalLM", "Gemma2Config", {**SMALL, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4},
+            marks=pytest.mark.wide,
+        ),
+        pytest.param("BertForMaskedLM", "BertConfig", SMALL, marks=pytest.mark.wide),
+        pytest.param(
             "T5ForConditionalGeneration", "T5Config",
             {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0},
+            marks=pytest.mark.wide,
         ),
     ],
 )  # fmt: skip
@@ -1034,7 +1039,9 @@ def test_language_models_of_transformers(hugging: Any, name: str, config: str, s
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(("name", "options"), [("Bert", {}), ("GPTNeoX", {"use_cache": False})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("Bert", {}), pytest.param("GPTNeoX", {"use_cache": False}, marks=pytest.mark.wide)]
+)
 def test_base_models_of_transformers(hugging: Any, name: str, options: dict[str, Any]) -> None:
     net = getattr(hugging, f"{name}Model")(getattr(hugging, f"{name}Config")(**SMALL)).train()
     ids = torch.randint(3, 60, (2, 9))
@@ -1042,8 +1049,8 @@ def test_base_models_of_transformers(hugging: Any, name: str, options: dict[str,
     assert len(record(net, input_ids=ids, attention_mask=torch.ones_like(ids).tril(7), **options).stages) > 10
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("padded", few([False, True], True))
+@pytest.mark.parametrize("masked", few([False, True], True))
 def test_torchs_transformer_with_and_without_masks(masked: bool, padded: bool) -> None:
     class Translator(nn.Module):
         def __init__(self) -> None:
@@ -1071,6 +1078,7 @@ def test_torchs_transformer_with_and_without_masks(masked: bool, padded: bool) -
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.wide
 def test_other_models_of_transformers(hugging: Any) -> None:
     config = hugging.ViTConfig(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
@@ -1091,6 +1099,7 @@ def test_other_models_of_transformers(hugging: Any) -> None:
     assert torch.equal(planned(ids, use_cache=False).logits, llama(ids, use_cache=False).logits)
 
 
+@pytest.mark.wide
 def test_models_of_timm() -> None:
     timm = pytest.importorskip("timm")
     net = timm.create_model("mobilevit_xxs", num_classes=5).train()

@@ -31,7 +31,7 @@ def counts(schedule: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("schedule", "saved", "again"),
     [
-        ("0-5", 5, 0),
+        pytest.param("0-5", 5, 0, marks=pytest.mark.wide),
         ("(0-1) 2-5", 4, 1),
         ("(0-3) 4-5", 2, 2),  # both products of the segment run again
         ("((0-1) 2-3) 4-5", 2, 3),  # the first product once for each level

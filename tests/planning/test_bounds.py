@@ -28,7 +28,7 @@ from tests.strategies import KINDS, chains, random_chain, random_link, random_mo
 SAME = 1 + 1e-9
 
 
-@settings(max_examples=examples(40, 100))
+@settings(max_examples=examples(15, 100))
 @given(st.randoms(use_true_random=False), chains(max_stages=7), st.booleans(), st.sampled_from((0, 0, 30, 100)))
 def test_bound_is_at_most_the_optimum(rng: random.Random, chain: Chain, gradients_exist: bool, lingering: int) -> None:
     step = {"gradients_exist": gradients_exist, "lingering_bytes": lingering}
@@ -38,8 +38,14 @@ def test_bound_is_at_most_the_optimum(rng: random.Random, chain: Chain, gradient
         assert lower_bound_seconds(chain, budget, **step) <= optimum.seconds(budget)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize(
+    ("skips", "kind"),
+    [
+        pytest.param(skips, kind, marks=[] if skips == (number % 2 == 0) else pytest.mark.wide)
+        for skips in (False, True)
+        for number, kind in enumerate(KINDS)
+    ],
+)
 def test_bound_best_tree_and_plan_are_in_order_at_every_budget_level(kind: str, skips: bool) -> None:
     for seed in range(6):
         rng = random.Random(f"{kind} {seed}")
@@ -70,7 +76,9 @@ def test_bound_is_close_to_the_optimum_between_the_least_budget_and_the_largest(
     ("kind", "stages"),
     [
         pytest.param(
-            kind, stages, marks=pytest.mark.wide if stages == 70 and kind not in ("transformer", "odd") else []
+            kind,
+            stages,
+            marks=pytest.mark.wide if stages == 70 or (stages == 24 and kind not in ("transformer", "odd")) else [],
         )
         for kind, stages in product(KINDS, [1, 2, 3, 24, 70])
     ],

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_rotor import Chain, Leaf, Schedule, Segment, profile_chain, sequential_stages, simulate
 from lightning_rotor.execution.executor import Executor
+from tests.grids import few
 from tests.imported_python import ImportedPython
 from tests.strategies import random_chain
 
@@ -60,7 +61,7 @@ def test_deep_schedules_are_simulated_in_a_process_that_has_done_nothing_else(im
     )
 
 
-@pytest.mark.parametrize("depth", [4, 40])
+@pytest.mark.parametrize("depth", few([4, 40], 40))
 def test_a_thousand_layers_run_under_a_schedule_with_the_same_bits(depth: int) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(2, 2) if number % 2 else nn.Tanh() for number in range(STAGES)))

@@ -28,7 +28,7 @@ from tests.strategies import KINDS, Kind, chains, random_chain, with_skips
 # Times within this factor are the same: they are sums of the same durations in another order.
 SAME = 1 + 1e-9
 CHAINS_PER_BATCH = 25
-BATCHES = 5  # of each of the five kinds: 625 chains, of which `make test` takes 250
+BATCHES = 5  # of each of the five kinds: 625 chains, of which `make test` takes 50
 
 
 def uniform_chain(stages: int, *, size_bytes: int = 1000, draws_random: bool = False) -> Chain:
@@ -63,7 +63,7 @@ def uniform_chain(stages: int, *, size_bytes: int = 1000, draws_random: bool = F
 @pytest.mark.parametrize("batch", few(range(BATCHES), 0))
 def test_plan_is_as_fast_as_the_best_of_all_schedule_trees(kind: Kind, batch: int) -> None:
     cases = equal = 0
-    for number in range(CHAINS_PER_BATCH):
+    for number in range(examples(10, CHAINS_PER_BATCH)):
         rng = random.Random(f"{kind} {batch} {number}")
         stages = rng.choice((1, 2, 3, 4, 4, 5, 5, 6, 6))
         grain = rng.choice((1, 512, 997))
@@ -83,7 +83,7 @@ def test_plan_is_as_fast_as_the_best_of_all_schedule_trees(kind: Kind, batch: in
 
 
 def test_least_budget_is_the_least_peak_of_all_schedule_trees() -> None:
-    for seed in range(60):
+    for seed in range(examples(20, 60)):
         rng = random.Random(seed)
         chain = random_chain(rng, rng.randint(1, 6), KINDS[seed % len(KINDS)])
         assert minimum_budget(chain).peak_bytes == judge_all(chain)[0].peak_bytes
@@ -107,7 +107,7 @@ def assert_minimum_is_one(solver: Solver) -> None:
             assert refused.value.minimum_bytes == least
 
 
-@settings(max_examples=examples(15, 30))
+@settings(max_examples=examples(8, 30))
 @given(chains(max_stages=14), st.sampled_from((60, 100, 300)), st.integers(0, 50), st.randoms(use_true_random=False))
 def test_minimum_can_be_planned_and_nothing_below_it(
     chain: Chain, slots: int, lingering_bytes: int, rng: random.Random
@@ -122,7 +122,7 @@ def test_minimum_is_found_where_edits_of_the_lowest_candidate_do_not_lead_to_it(
     assert_minimum_is_one(Solver(random_chain(random.Random(seed), 14, "odd"), slots=100))
 
 
-@pytest.mark.parametrize("seed", few([0, 2], 2))
+@pytest.mark.parametrize("seed", few([0, 2]))
 def test_no_edit_of_the_least_schedule_of_a_long_chain_takes_less(seed: int) -> None:
     chain = random_chain(random.Random(seed), 64, "odd", grain=4099)
     least = minimum_budget(chain)
@@ -138,7 +138,7 @@ def test_minimum_of_a_measured_chain_can_be_planned_and_nothing_below_it(case: C
     assert_minimum_is_one(Solver(chain, slots=200, gradients_exist=gradients_exist))
 
 
-@settings(max_examples=examples(25, 60))
+@settings(max_examples=examples(12, 60))
 @given(chains(max_stages=14))
 def test_peak_never_exceeds_the_budget_and_the_simulation_is_the_simulators(chain: Chain) -> None:
     solver = Solver(chain, slots=500)
@@ -157,7 +157,7 @@ def test_nothing_in_the_tables_is_faster_than_a_plan_without_them(chain: Chain) 
     assert all(each.seconds >= found.seconds * (1 - 1e-12) for each in solver.candidates())
 
 
-@settings(max_examples=examples(15, 40))
+@settings(max_examples=examples(8, 40))
 @given(chains(max_stages=14))
 def test_more_budget_is_never_slower(chain: Chain) -> None:
     solver = Solver(chain, slots=300)
@@ -169,7 +169,7 @@ def test_more_budget_is_never_slower(chain: Chain) -> None:
 @pytest.mark.parametrize(
     ("kind", "stages"),
     [
-        pytest.param(kind, stages, marks=pytest.mark.wide if stages == 60 and kind not in ("cnn", "odd") else [])
+        pytest.param(kind, stages, marks=pytest.mark.wide if stages == 60 and kind != "odd" else [])
         for kind in KINDS
         for stages in (1, 2, 9, 24, 60)
     ],
@@ -183,7 +183,7 @@ def test_plan_is_never_slower_than_a_baseline_that_fits(kind: Kind, stages: int)
 
 
 def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_baselines() -> None:
-    chain = random_chain(random.Random(1), 90, "cnn", grain=4099)
+    chain = random_chain(random.Random(1), examples(60, 90), "cnn", grain=4099)
     solver = Solver(chain, slots=350)
     least_peak_bytes = min(simulate(chain, schedule).peak_bytes for schedule in baselines(chain).values())
     assert solver.minimum().peak_bytes <= 1.01 * least_peak_bytes
@@ -201,7 +201,7 @@ def test_long_chain_whose_boundaries_are_smaller_than_a_slot_still_beats_the_bas
     [pytest.param(5, "transformer", marks=pytest.mark.wide), (0, "heterogeneous"), pytest.param(1, "odd", marks=pytest.mark.wide)],
 )  # fmt: skip
 def test_more_budget_is_never_slower_on_a_long_chain_and_each_plan_is_near_its_bound(seed: int, kind: Kind) -> None:
-    stages = 100
+    stages = examples(50, 100)
     chain = random_chain(random.Random(seed), stages, kind, grain=4096)
     rng = random.Random(0)  # no two stages alike, so that no size of slots suits them all
     chain = replace(

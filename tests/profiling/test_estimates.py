@@ -85,7 +85,7 @@ def measured(make: Callable[[], nn.Module], spec: InputSpec) -> Chain:
     return profile_chain(cut.stages, cut.bind((sample,), {}), repeats=1).chain
 
 
-@pytest.mark.parametrize("name", few(MODELS, "resnet18", "dropout", "sequential"))
+@pytest.mark.parametrize("name", few(MODELS, "dropout", "sequential"))
 def test_what_autograd_saves_is_exact_and_peaks_are_close(name: str) -> None:
     make, spec = MODELS[name]
     estimated, real = estimate_profile(build_on_meta(make), [spec], A100, like="cpu").chain, measured(make, spec)
@@ -129,9 +129,11 @@ def test_on_a_gpu_dropout_keeps_a_byte_and_attention_with_dropout_is_fused() -> 
     spec = InputSpec((2, 64), torch.int64)
     saved = {}
     for dropout in (0.0, 0.1):
-        profile = estimate_profile(build_on_meta(lambda dropout=dropout: Transformer(dropout=dropout)), [spec], A100)
+        profile = estimate_profile(
+            build_on_meta(lambda dropout=dropout: Transformer(depth=1, dropout=dropout)), [spec], A100
+        )
         saved[dropout] = sum(stage.keep.saved_bytes for stage in profile.chain)
-    masks = 3 * 2 * 2 * 64 * 64  # blocks, dropouts in each, tokens, width
+    masks = 2 * 2 * 64 * 64  # dropouts, tokens, width
     assert 0 < saved[0.1] - saved[0.0] <= 1.5 * masks  # the sums that they are added to are no longer saved alone
     probe = torch.nn.functional.dropout(torch.ones(4, requires_grad=True), 0.5)
     assert type(probe.grad_fn).__name__ == "MulBackward0", "torch's own dropout is back"
@@ -174,7 +176,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two(imported_pytho
         from lightning_rotor.memory.held import parameter_bytes
         from lightning_rotor.units import in_blocks
 
-        model = build_on_meta(lambda: Transformer(width=16384, depth=5, vocabulary=50_000))
+        model = build_on_meta(lambda: Transformer(width=32768, depth=1, vocabulary=80_000))
         size = parameter_bytes(model)
         chain = estimate_profile(model, [InputSpec((4, 2048), torch.int64)], GPUS["H200"]).chain
         gradients = [in_blocks(parameter.nbytes, 512) for parameter in model.parameters()]
@@ -191,7 +193,7 @@ def test_a_model_of_seventy_gigabytes_is_planned_in_less_than_two(imported_pytho
 
 def test_shared_parameters_stay_shared() -> None:
     def tied() -> nn.Module:
-        net = Transformer()
+        net = Transformer(depth=1)
         net.head.weight = net.embedding.weight
         return net
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rotor import ProfilingError, is_recomputing
+from lightning_rotor.profiling import step_compute
 from lightning_rotor.profiling.step_compute import measure_compute
 from lightning_rotor.stages.generators import GeneratorStates
 from tests.grids import few
@@ -42,7 +43,7 @@ def test_torchs_log_of_a_dry_run_is_not_shown(caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("arch", few(["resnet18", "vit_b_16", "swin_t"], "resnet18", "swin_t"))
+@pytest.mark.parametrize("arch", few(["resnet18", "vit_b_16", "swin_t"], "resnet18"))
 def test_it_agrees_with_torchs_counter(arch):
     torch.manual_seed(0)
     net, images = torchvision.models.get_model(arch), torch.randn(1, 3, 224, 224)
@@ -216,7 +217,9 @@ def test_what_a_step_asks_of_its_batch_is_known_and_of_activations_assumed():
         assert (found.plannable["recurrent"] > 2 * 10 * 2 * 3 * 64) == (line is pack)
 
 
-def test_what_ran_before_a_line_that_needs_values_counts():
+def test_what_ran_before_a_line_that_needs_values_counts(monkeypatch):
+    monkeypatch.setattr(step_compute, "_MOST_READS", 20)  # a thousand take long
+
     class Stops(nn.Module):
         def __init__(self):
             super().__init__()

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from lightning_rotor import Checkpointable, RotorCallback, RotorWarning
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import HOST, NUMPY, PYTHON, GeneratorStates
+from tests.grids import few
 
 DRAWS: dict[str, Callable[[], float]] = {
     "python": random.random,
@@ -119,7 +120,7 @@ def fit(draw: str, limit: int | str | None) -> tuple[Model, Any]:
     return model, rotor
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", few(DRAWS, "torch"))
 def test_a_loader_that_prefetches_gives_the_batches_of_plain_training(draw: str) -> None:
     plain, _ = fit(draw, None)
     roomy, rotor = fit(draw, "1GiB")
@@ -156,7 +157,18 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("block", "draw"), CASES, ids=[f"{block.__name__}-{draw}" for block, draw in CASES])
+@pytest.mark.parametrize(
+    ("block", "draw"),
+    [
+        pytest.param(
+            block,
+            draw,
+            id=f"{block.__name__}-{draw}",
+            marks=[] if (block, draw) in ((Block, "torch"), (Own, "python"), (Dropping, "numpy")) else pytest.mark.wide,
+        )
+        for block, draw in CASES
+    ],
+)
 def test_measuring_and_recomputing_leave_the_generator_of_another_thread_alone(
     block: Callable[[], nn.Module], draw: str
 ) -> None:
