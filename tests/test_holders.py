@@ -426,6 +426,11 @@ def in_enum(read: Read) -> Holding:
     )
 
 
+def unbound(value: Any) -> Any:
+    """What a class has to hold, so that its objects read the value itself: functions would become methods of theirs."""
+    return staticmethod(value) if hasattr(type(value), "__get__") else value
+
+
 def in_own_class(read: Read) -> Holding:
     class Own(Body):
         held: Any = None
@@ -433,7 +438,7 @@ def in_own_class(read: Read) -> Holding:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * read(self.held)
 
-    return Holding(Own(lambda net, x: 1.0), lambda: Own.held, lambda value: put(Own, held=value))
+    return Holding(Own(lambda net, x: 1.0), lambda: Own.held, lambda value: put(Own, held=unbound(value)))
 
 
 def in_own_base_class(read: Read) -> Holding:
@@ -444,7 +449,7 @@ def in_own_base_class(read: Read) -> Holding:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * read(self.held)
 
-    return Holding(Own(lambda net, x: 1.0), lambda: Base.held, lambda value: put(Base, held=value))
+    return Holding(Own(lambda net, x: 1.0), lambda: Base.held, lambda value: put(Base, held=unbound(value)))
 
 
 def in_closure(read: Read) -> Holding:

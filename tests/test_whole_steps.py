@@ -250,7 +250,7 @@ def test_an_optimizer_that_takes_what_nobody_predicts_in_every_fourth_step_ends_
     assert 1 <= errors <= 3
 
 
-@pytest.mark.parametrize("name", few(OPTIMIZERS))
+@pytest.mark.parametrize("name", few(OPTIMIZERS, "8 bits"))
 def test_where_activations_are_most_of_it_the_loss_sets_the_minimum(tmp_path: Path, name: str) -> None:
     if name == "LBFGS":
         pytest.skip("its minimum is a few percent too high, where its vectors count at moments when they are not there")

@@ -264,6 +264,12 @@ def _parts_of(value: Any) -> Iterable[Any]:
             if isinstance(value.__self__, ModuleType):
                 return ()
             return (value.__self__,)
+        case staticmethod() | classmethod():
+            return (value.__func__,)
+        case property():
+            return (value.fget,)
+        case cached_property():
+            return (value.func,)
         case partial():
             return value.func, *value.args, value.keywords
         case _ if isinstance(value, CACHED):
