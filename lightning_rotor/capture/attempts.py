@@ -76,6 +76,7 @@ class Attempts:
         self._opaque: dict[nn.Module, str] = {}
         for path, why in (opaque or {}).items():
             self._opaque[submodule_of(module, path)] = why
+        # By class: of one that has failed as often as ``_OPAQUE_INSTANCES``, no other object is tried.
         self._failures = Counter(map(type, self._opaque))
         # Looking at all functions of the process takes long, and several attempts need it.
         self._functions = cache(functions)

@@ -14,7 +14,7 @@ from lightning_rotor.errors import InverseError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.stages.inverses import is_invertible
-from lightning_rotor.stages.known_layers import has_own_call, runs_members_in_a_row
+from lightning_rotor.stages.known_layers import does_more_than_forward, runs_members_in_a_row
 
 
 class ModuleCalls:
@@ -71,7 +71,7 @@ class ModuleCalls:
 def hides_code(module: nn.Module) -> bool:
     """True if calling a module does more than its code says, or its code is not Python's."""
     return (
-        has_own_call(module)
+        does_more_than_forward(module)
         # torch.nn.utils.parametrize computes weights in a property, at each read.
         or "parametrizations" in module._modules
         or isinstance(module, torch.jit.ScriptModule)

@@ -79,7 +79,9 @@ def shown_calls(listener: Listener) -> Iterator[None]:
         (torch.autograd.Function, "apply", classmethod(shown_apply)),
     )
     with _showing:
-        originals = call_module, init, apply = [vars(owner)[name] for owner, name, _ in replacements]
+        originals = [vars(owner)[name] for owner, name, _ in replacements]
+        # Which the replacements above call. They run once these are bound.
+        call_module, init, apply = originals
 
         def put_back() -> None:
             for (owner, name, _), original in zip(replacements, originals, strict=True):

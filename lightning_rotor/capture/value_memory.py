@@ -114,7 +114,7 @@ class ValueMemory:
         self.saving[storage_of(tensor)] = storage_bytes_of(tensor)
 
     def settle_saved(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> None:
-        """Take what was saved for that of an operation, which took and gave these tensors."""
+        """Count what autograd has saved (``saving``) for an operation that took and gave these tensors; empty it."""
         owners: dict[int | None, fx.Node] = {}
         for tensor in tensors:
             owner = self.node_of(tensor)

@@ -16,7 +16,7 @@ from lightning_rotor.capture.copies import Copies, Same, plain_value
 from lightning_rotor.capture.module_calls import Slot
 from lightning_rotor.capture.notes import Notes
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.stages.known_layers import has_own_call
+from lightning_rotor.stages.known_layers import does_more_than_forward
 from lightning_rotor.stages.user_code import is_users_class
 
 _STRUCTURE = (set(nn.Module().__dict__) - {"training"}) | {"_lightning_rotor", "_lightning_rotor_compiled", "forward"}
@@ -131,7 +131,8 @@ class Watch:
             type(module),
             # A class may get another forward, as by a patch of the user's.
             Same(type(module).forward),
-            module is self._root or has_own_call(module),
+            # Whether there are any hooks at all. Which ones, the quick comparison sees (``_parts``).
+            module is self._root or does_more_than_forward(module),
             attributes,
             _mapped(Same, module._modules),
             _mapped(look_at_tensor, module._parameters),

@@ -22,7 +22,7 @@ from lightning_rotor.private.torch_names import has_forward_hooks, no_dispatch, 
 from lightning_rotor.private.values import attribute_of
 from lightning_rotor.stages.generators import seeded
 from lightning_rotor.stages.inverses import Invertible, require_invertible
-from lightning_rotor.stages.known_layers import DRAWING, has_own_call
+from lightning_rotor.stages.known_layers import DRAWING, does_more_than_forward
 from lightning_rotor.stages.sequential import Stage
 
 
@@ -386,7 +386,7 @@ def reverse(module: nn.Module) -> nn.Module:
     if isinstance(module, Reversed):
         return module.module
     # Member by member, so that the reversed row is taken apart into its members as well.
-    if type(module) is InvertibleSequential and not has_own_call(module):
+    if type(module) is InvertibleSequential and not does_more_than_forward(module):
         reversed_members = reversed(list(module._modules.values()))
         return InvertibleSequential(*map(reverse, reversed_members))
     return Reversed(module)
@@ -395,7 +395,7 @@ def reverse(module: nn.Module) -> nn.Module:
 def members(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """A module, or the modules that it runs in a row, each with a name for error messages."""
     # A subclass, or hooks and a forward of its own, may do more than run them: then it is one module.
-    if type(module) is InvertibleSequential and not has_own_call(module):
+    if type(module) is InvertibleSequential and not does_more_than_forward(module):
         # A module that appears twice counts twice.
         for name, member in module._modules.items():
             if member is not None:

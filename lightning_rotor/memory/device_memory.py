@@ -173,7 +173,10 @@ def _read(path: Path) -> str:
 
 
 def usable_bytes(device: torch.device | str) -> int:
-    """Bytes that tensors of this process can still take on a device, without any allocation that fails."""
+    """Bytes that tensors of this process can still take on a device, without any allocation that fails.
+
+    Gives back the blocks that an allocator of the device's own keeps unused.
+    """
     device = torch.device(device)
     kind = KINDS.get(device.type)
     if kind is None or not kind.has_own_memory:

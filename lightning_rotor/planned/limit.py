@@ -1,11 +1,12 @@
 """One limit for a training step: the budgets that follow from it, and the errors where no plan keeps it.
 
-A limit is broken in one of four ways, each found as early as it can be known::
+A limit is broken in one of five ways, each found as early as it can be known::
 
     before the forward     no plan for a call fits beside what the process holds        note_no_plan()
     behind a step          it has taken more, and no plan takes less                    exceeded()
     in the optimizer       its step takes more, which no plan changes                   check_final()
     without any plan       the step has taken more, and nothing in it is planned        exceeded_without_a_plan()
+    as it was compiled     one of several processes has taken more in a later step      exceeded_as_compiled()
 
 Here is decided when training ends. The sentence of all these errors is in ``memory/budget`` (``limit_error``). What
 takes the memory, and what to do, say its callers: the functions above, and ``Budget.minimum_error``. The layer that
@@ -458,7 +459,8 @@ class StepLimit:
             remedy="raise mem_limit, lower the batch size, or name a module that can be planned: "
             "RotorCallback(module=...)",
         )
-        self._go_beyond(error)
+        # The peak is that of the whole step, the optimizer's included.
+        self._go_beyond(error, "without a plan")
 
     def exceeded_as_compiled(self, peak_bytes: int) -> None:
         """A later step of a model that runs as the user compiled it has taken more in one of several processes."""
@@ -470,7 +472,7 @@ class StepLimit:
             remedy="raise mem_limit, lower the batch size, or compile the blocks of the model instead of the whole "
             "(for block in net.blocks: block.compile()), so that processes plan before a step",
         )
-        self._go_beyond(error)
+        self._go_beyond(error, "as it was compiled")
 
     def _or_final(self, error: BudgetError) -> BudgetError:
         """The error, or the one for the optimizer's step if that needs more."""
@@ -506,11 +508,12 @@ class StepLimit:
             error=self._last_budget.error,
         )
 
-    def _go_beyond(self, error: BudgetError) -> None:
+    def _go_beyond(self, error: BudgetError, how: str = "with the plan that takes least") -> None:
+        """End training, or warn that it goes on beyond the limit, and how."""
         if not self.beyond:
             raise error
         self._loop.warn_once(
-            f"training goes on beyond the limit, with the plan that takes least: {error}",
+            f"training goes on beyond the limit, {how}: {error}",
             topic="limit",
         )
 

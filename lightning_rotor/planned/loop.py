@@ -102,12 +102,17 @@ class TrainingLoop(Protocol):
     # ---------------------------------------------------------------- memory
 
     def limit_bytes(self, limit: MemoryLimit | None, batch: Sequence[torch.Tensor]) -> int:
-        """A user's limit, on a GPU no more than for None: what this process has, and its share of what is usable."""
+        """A user's limit, or for None all that the process has and can still take; on a GPU never more than that.
+
+        To know what a GPU can still give, its allocator's unused blocks are given back, and the user hears of a limit
+        that is above it.
+        """
         device = self.device()
         limit_bytes = None
         if limit is not None:
             limit_bytes = resolve_limit(limit, device)
         if limit_bytes is not None and not kind_of(device).has_own_memory:
+            # A host's limit is taken at its word: what is free there changes with other programs.
             return limit_bytes
         free_bytes = usable_bytes(device)
         if device.type == "cpu":

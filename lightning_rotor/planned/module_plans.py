@@ -642,7 +642,8 @@ class ModulePlans:
     def budget(self, profile: Profile, *, ceiling: bool = True) -> Budget:
         """The budget of a plan. ``ceiling=False`` ignores what running out of memory has taught, for its error.
 
-        Ask once for each plan: the answer counts what the step holds by now, which the first question of a step notes.
+        The answer counts what the step holds by now, so it is asked for right before a plan is made or judged. The step
+        notes it as the last one, for the words of an error.
         """
         budget = self._source.budget(self.name, profile)
         # Copies of small buffers, for a second run, are there from the forward's begin to its end.

@@ -108,14 +108,16 @@ class PlannedModules:
         self._search: TargetSearch | None = None
         if names is None:
             self._search = TargetSearch(loop.model, may_be_whole=loop.may_be_whole)
+        # Those that run under plans now.
         self._modules: list[PlannedModule] = []
+        # By name, targets that the dry run has not reached. The first step plans those that it calls.
         self._unseen: dict[str, Target] = {}
         # Chosen modules that run as the user compiled them; None once they are planned.
-        self._resting: list[Target] | None = None
+        self._as_compiled: list[Target] | None = None
         # The targets as they were chosen, and why those that were compiled as a whole cannot be planned inside.
         self._chosen: list[Target] = []
         self._not_inside: dict[str, str] = {}
-        self._may_rest = loop.may_run_as_compiled
+        self._may_run_as_compiled = loop.may_run_as_compiled
         # All forwards that stand in the place of modules' own.
         self._attached: list[tuple[nn.Module, ForwardInPlace]] = []
         # As texts: frames of an error's traceback would hold all that the first step has made, to the end of training.
@@ -147,15 +149,15 @@ class PlannedModules:
         return nn.ModuleList(module.module for module in self)
 
     @property
-    def rest(self) -> bool:
+    def run_as_compiled(self) -> bool:
         """True while nothing is planned, and what the user compiled as a whole runs as it is."""
-        return self._resting is not None
+        return self._as_compiled is not None
 
     def wake(self) -> None:
-        """Plan the modules that rest, from their next calls on."""
-        self._may_rest = False
-        if self._resting is not None:
-            self._plan_only(self._resting)
+        """Plan the modules that run as they were compiled, from their next calls on."""
+        self._may_run_as_compiled = False
+        if self._as_compiled is not None:
+            self._plan_only(self._as_compiled)
 
     def estimated_bytes(self, batch: Any, batch_idx: int) -> int | None:
         """Bytes that a step makes, and holds when its backward begins, if nothing is compiled; None if unknown."""
@@ -193,7 +195,7 @@ class PlannedModules:
             True if the choice stays; False if it is a guess until the first batch has been looked at.
         """
         if known:
-            self._may_rest = False  # a plan was needed before
+            self._may_run_as_compiled = False  # a plan was needed before
         if self._names is not None:
             model = self._loop.model
             self._plan_only([named_target(model, name) for name in self._names])
@@ -416,7 +418,7 @@ class PlannedModules:
     @property
     def why_nothing(self) -> str:
         """The reason why no module is planned; empty if one is, or may be."""
-        if self._modules or self._unseen or self._resting:
+        if self._modules or self._unseen or self._as_compiled:
             return ""
         if self._reasons:
             return self._reasons[0]  # of the one with most compute
@@ -430,7 +432,7 @@ class PlannedModules:
 
     def end(self) -> None:
         """Give all of them their own forwards back."""
-        self._resting = None
+        self._as_compiled = None
         # All that were ever attached, since one that was refused may still have a forward without caches.
         for module, forward in self._attached:
             detach(module, forward)
@@ -441,13 +443,13 @@ class PlannedModules:
     def _plan_only(self, targets: Sequence[Target]) -> None:
         """Plan these and no others, and let unseen ones wait for their first call.
 
-        They rest for now if what the user compiled would be taken apart.
+        They run as they are for now if what the user compiled would be taken apart.
         """
-        if self._may_rest and any(compiled_around(self._loop, target) for target in targets):
+        if self._may_run_as_compiled and any(compiled_around(self._loop, target) for target in targets):
             self.end()
-            self._resting = list(targets)
+            self._as_compiled = list(targets)
             return
-        self._resting = None
+        self._as_compiled = None
         self._chosen = list(targets)
         wanted: dict[int, Target] = {}
         for target in targets:

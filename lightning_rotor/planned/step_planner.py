@@ -152,7 +152,7 @@ class StepPlanner(BudgetSource):
             self._choose(batch, batch_idx)
         self._steps_begun += 1
         if self.plan is None:
-            self._unanswered_bytes = 0  # this step plans
+            self._unanswered_bytes = 0  # the plan that this step gets is the answer
         if self.state is State.AS_COMPILED:
             self.has_run_as_compiled = True
             self._begin_as_compiled(self._step, batch_idx)
@@ -160,8 +160,8 @@ class StepPlanner(BudgetSource):
                 return
         # A step that is not measured is left alone here: what follows asks for all tensors of the batch, and takes as
         # long as the planned forward of a small model.
-        is_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
-        is_sample = is_due and self.plan is not None
+        is_sample_due = self._draws.is_due(self._steps_begun) or is_sample_step(self._steps_begun)
+        is_sample = is_sample_due and self.plan is not None
         to_measure = is_sample or self.watch.due
         if self.state is State.STEADY and not self._mode.is_joint and not to_measure:
             return
@@ -195,7 +195,7 @@ class StepPlanner(BudgetSource):
 
     def _rest_if_compiled(self) -> None:
         """Run as it is what the user compiled as a whole, for as long as it keeps the limit."""
-        if self.modules.rest:
+        if self.modules.run_as_compiled:
             self._become(Event.RESTED)
             self.watch.renew(self.loop.optimizers())
 
@@ -653,7 +653,10 @@ class StepPlanner(BudgetSource):
     # ---------------------------------------------------------------- events of planned modules
 
     def hear(self, event: PlanEvent) -> None:
-        """Something has happened in a planned module."""
+        """Something has happened in a planned module.
+
+        Raises what ends the training, or what the module is to hear: that a cut or a plan will not do.
+        """
         match event:
             case CallBegins(value):
                 self._call_begins(value)
@@ -662,7 +665,7 @@ class StepPlanner(BudgetSource):
             case PlanMade(plan, signature):
                 self._plan_made(plan, signature)
             case MeasuringBegins():
-                self.watch.pause()  # for torch has one profiler
+                self.watch.pause()  # for torch has one profiler; the next mark resumes
             case ModuleCut(name, cut):
                 self.modules.object_to(name, cut)
             case NoChain(name, error):

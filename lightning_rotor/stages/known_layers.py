@@ -36,7 +36,7 @@ def has_own_code(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and "_lightning_rotor" not in module.__dict__
 
 
-def has_own_call(module: nn.Module) -> bool:
+def does_more_than_forward(module: nn.Module) -> bool:
     """True if calling a module does more than its class's forward: hooks, also for all modules, or compiled code."""
     return (
         # In the module's own dict, which a __getattr__ of the user's cannot answer for.

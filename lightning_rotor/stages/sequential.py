@@ -14,7 +14,7 @@ from torch import nn
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.values import attribute_of
 from lightning_rotor.stages.inverses import is_invertible
-from lightning_rotor.stages.known_layers import has_own_call, runs_members_in_a_row
+from lightning_rotor.stages.known_layers import does_more_than_forward, runs_members_in_a_row
 from lightning_rotor.stages.threaded_skips import thread_skips
 from lightning_rotor.stages.wiring import Wire, Wiring
 
@@ -170,7 +170,7 @@ def _flatten(module: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Modul
             continue
         full_name = f"{prefix}.{name}" if prefix else name
         # Hooks on a container fire when the container is called, which the flat chain never does.
-        if isinstance(child, nn.Sequential) and runs_members_in_a_row(child) and not has_own_call(child):
+        if isinstance(child, nn.Sequential) and runs_members_in_a_row(child) and not does_more_than_forward(child):
             yield from _flatten(child, full_name)
         else:
             yield full_name, child

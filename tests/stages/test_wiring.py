@@ -10,7 +10,12 @@ from torch import nn
 
 from lightning_rotor import skippable
 from lightning_rotor.skip import pop, stash
-from lightning_rotor.stages.known_layers import has_own_call, has_own_code, is_plain_stock, runs_members_in_a_row
+from lightning_rotor.stages.known_layers import (
+    does_more_than_forward,
+    has_own_code,
+    is_plain_stock,
+    runs_members_in_a_row,
+)
 from lightning_rotor.stages.other_threads import leaving_alone, left_alone, others_may_draw
 from lightning_rotor.stages.threaded_skips import ThreadedLayer, thread_skips
 from lightning_rotor.stages.wiring import Wire, Wiring, packed, unpacked
@@ -81,10 +86,10 @@ def test_layers_of_torch_without_anything_around_are_known() -> None:
     layer = nn.Linear(2, 2)
     assert is_plain_stock(layer)
     assert not has_own_code(layer)
-    assert not has_own_call(layer)
+    assert not does_more_than_forward(layer)
     layer.register_forward_hook(print)
     assert not is_plain_stock(layer)
-    assert has_own_call(layer)
+    assert does_more_than_forward(layer)
 
     class Own(nn.Linear):
         pass
