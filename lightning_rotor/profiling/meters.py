@@ -1,8 +1,8 @@
 """Meters: exact bytes from the allocator, and a clock that knows the device.
 
-A meter makes recordings, whose marks cut them into phases. ``AllocatorMeter`` serves each kind of device whose allocator
-tells levels and peaks (``devices``). A kind without has a meter of its own here, chosen in ``meter_for``, and a
-recording beside ``cpu_recording`` and ``cuda_recording``.
+A meter makes recordings, whose marks cut them into phases. ``AllocatorMeter`` serves each kind of device whose
+allocator tells levels and peaks (``devices``). A kind without has a meter of its own here, chosen in ``meter_for``, and
+a recording beside ``cpu_recording`` and ``cuda_recording``.
 """
 
 from __future__ import annotations
