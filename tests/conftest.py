@@ -39,20 +39,21 @@ torch.set_num_threads(1)
 
 # The files that take longest, longest first: one that a process begins last makes the other wait.
 LONGEST = (
+    *("test_ranks", "test_lightning_tools", "test_meshes", "test_compiled", "test_messages"),
+    *("test_target", "test_cuda_memory", "test_compiled_steps", "test_pipeline_runner", "test_command_line"),
     *(
-        "test_ranks",
-        "test_cuda_memory",
+        "test_pipeline_strategy",
         "test_rank_faults",
-        "test_messages",
-        "test_pipeline_runner",
-        "test_tensor_parallel",
+        "test_lightning_training",
+        "test_optimizer_prediction",
+        "test_late_copies",
     ),
-    *("test_pipeline_failures", "test_pipeline_strategy", "test_compiled", "test_target", "test_lightning_tools"),
-    *("test_fuzz", "test_partitioner", "test_compiled_steps", "test_graph_cuts", "test_invertible_example"),
-    *("test_vision_language", "test_packaging", "test_no_trace", "test_callback", "test_holders", "test_recording"),
-    *("test_coming_from", "test_imagenet_example", "test_inversion", "test_ways_bad_input", "test_first_step"),
-    *("test_late_copies", "test_solver", "test_docs", "test_estimates", "test_gpu_benchmark", "test_skips"),
-    *("test_frontier", "test_compilation", "test_families", "test_ways"),
+    *("test_tensor_parallel", "test_callback", "test_docs", "test_recording", "test_pipeline_shared_weights"),
+    *("test_two_lightnings", "test_solver", "test_graph_cuts", "test_ways_bad_input", "test_whole_steps"),
+    *("test_checkpointable", "test_no_trace", "test_pipeline_start", "test_fuzz", "test_advice_ranks"),
+    *("test_advice", "test_changing_shapes", "test_imagenet_example", "test_inversion", "test_other_packages"),
+    *("test_estimates", "test_imports", "test_holders", "test_compiled_modules", "test_lightning_resume"),
+    *("test_pipeline_failures"),
 )
 # What takes seconds to start, and what the source of a test file says if its tests need it: the simulated devices, the
 # server that processes of pipelines are forked from, and that for code in a process of its own. One of the test processes
