@@ -125,7 +125,7 @@ class StepLimit:
         *,
         correction_bytes: int | None = None,
     ) -> Budget:
-        """Bytes that a plan may use.
+        """Bytes that a plan may use. Errors of the running step are worded from the last answer, which is noted here.
 
         Args:
             chain: To plan.

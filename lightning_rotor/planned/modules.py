@@ -208,7 +208,11 @@ class PlannedModules:
         return bool(known)
 
     def choose(self, batch: Any, batch_idx: int) -> bool:
-        """Decide by the compute of the first batch, as the first process does. True if others than before."""
+        """Decide by the compute of the first batch, as the first process does.
+
+        True if others run under plans than before; those that a step has yet to call, or that run as they were
+        compiled, do not count.
+        """
         assert self._search is not None
         before = list(self)
         self._search.count(lambda: self._loop.compute(batch, batch_idx))
