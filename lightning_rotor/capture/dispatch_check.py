@@ -145,7 +145,7 @@ class DispatchCheck(TorchDispatchMode):
         seen.draws = seen.draws or draws(func, args, kwargs)
         seen.accumulates = seen.accumulates or name in _ACCUMULATING
         seen.reads_values = seen.reads_values or _reads_values(func, args)
-        # A unit of FSDP gathers parameters into memory that was there before, which is no change that anybody could notice.
+        # A unit of FSDP gathers parameters into memory that was there before, a change that nobody could notice.
         if seen.in_unit:
             return
         allowed = self._made

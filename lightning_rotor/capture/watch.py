@@ -30,9 +30,9 @@ class Watch:
     """The looks of some modules at one moment. Hooks and ``forward`` of ``root`` run outside of the recording.
 
     With ``tensors``, also which tensors the parameters and buffers are. Stages read them anew at each call, so else
-    only their shapes, types and layouts count. Attributes in ``inputs`` they take like arguments, and those in ``idle``,
-    which have changed and made no difference, do not count. ``outside`` tells if what code reads beside the modules is
-    as it was.
+    only their shapes, types and layouts count. Attributes in ``inputs`` they take like arguments, and those in
+    ``idle``, which have changed and made no difference, do not count. ``outside`` tells if what code reads beside the
+    modules is as it was.
     """
 
     def __init__(
