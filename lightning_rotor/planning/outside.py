@@ -11,7 +11,7 @@ it holds, and whatever the chains do not show::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import zip_longest
 
@@ -70,10 +70,6 @@ class Foresight:
             solved = solve(chain, error.minimum_bytes, slots=like.slots, **like.conditions)
         (schedule,) = split(solved.schedule, [len(like.chain)])
         return scheduled(like.chain, schedule, slots=like.slots, **like.conditions)
-
-    def beyond(self, more_bytes: int) -> Foresight:
-        """The same for steps that take so many bytes more throughout."""
-        return replace(self, reserved_bytes=self.reserved_bytes + more_bytes)
 
     def _around(self, chain: Chain) -> list[Outside]:
         # Around larger calls lies more, in proportion. Around smaller ones lies no less, as a part of it does not
