@@ -49,7 +49,7 @@ def limit_error(
 
 
 class StepForesight(Protocol):
-    """What a measured step foretells of steps under other plans for its chain, or for one of another size."""
+    """The peaks and plans of steps to come, under other plans for a measured step's chain or for another size of it."""
 
     def __call__(self, plan: Plan, /) -> int:
         """Peak of the whole process until the backward is over; 0 if it cannot tell."""
@@ -124,7 +124,8 @@ class Budget:
         """
         if self.foresight is None:
             return fastest
-        if self.foresight(fastest) <= self.limit_bytes:
+        excess_bytes = self.foresight(fastest) - self.limit_bytes
+        if excess_bytes <= 0:
             return fastest
         whole = self.foresight.plan_within(self.limit_bytes, fastest)
         # Its own peak may be higher than this budget, of which a part was taken off for another moment's sake.
@@ -132,9 +133,6 @@ class Budget:
             return replace(whole, budget_bytes=fastest.budget_bytes)
         chosen = fastest
         for _ in range(_MOST_FORESEEN):
-            excess_bytes = self.foresight(chosen) - self.limit_bytes
-            if excess_bytes <= 0:
-                break
             try:
                 # From its own peak, and not from its budget, which it may be far below: then the same plan came again.
                 chosen = self._plan(chosen.chain, chosen.peak_bytes - excess_bytes, slots)
@@ -143,6 +141,9 @@ class Budget:
                 # the plan that takes least; later ones are planned by what it has shown.
                 if self.is_new_size:
                     chosen = self._plan(chosen.chain, error.minimum_bytes, slots)
+                break
+            excess_bytes = self.foresight(chosen) - self.limit_bytes
+            if excess_bytes <= 0:
                 break
         return chosen
 

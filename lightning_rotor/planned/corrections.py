@@ -60,7 +60,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class _Foretold:
-    """What a measured step tells of those that take so many bytes more. It looks only when it is asked."""
+    """A measured step's foresight for steps that take so many bytes more. It looks only when it is asked."""
 
     measured: MeasuredStep
     more_bytes: int = 0
@@ -190,25 +190,25 @@ class Corrections:
         exceeds = measured.peak_bytes > limit_bytes
         trial = Trial(plan.budget_bytes, plan.peak_bytes, measured.peak_bytes)
         budget_bytes = search.next_budget(trial, limit_bytes)
-        least = measured.plan_within(limit_bytes, plan) if exceeds else None
-        takes_less = least is not None and measured.peak_under(least) < measured.peak_bytes
-        if least is not None and takes_less and search.may_foresee():
-            budget_bytes = least.peak_bytes
-        elif budget_bytes and measured.foresight() is not None:
-            # A simulation says what a step under another plan would show, so that few steps are spent on trying.
-            foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
-            # Below the limit a plan is replaced by a larger one only.
-            may_use = exceeds or foreseen_bytes > plan.budget_bytes
-            budget_bytes = foreseen_bytes if may_use else None
         if exceeds and modules.may_have_other_code(plan):
             # Its options are all that was compiled so far. The next call compiles again, for what the step has shown.
             search.correction_bytes = available_bytes - (plan.peak_bytes - (measured.peak_bytes - limit_bytes))
             search.is_measured = True
             modules.keep_only(lambda other: other is not plan)
             return True
-        if least is not None and measured.is_exact and least.schedule == plan.schedule:
+        best = measured.plan_within(limit_bytes, plan) if exceeds else None
+        if best is not None and measured.is_exact and best.schedule == plan.schedule:
             # A plan that takes less by itself takes more in this step.
             return False
+        takes_less = best is not None and measured.peak_under(best) < measured.peak_bytes
+        if best is not None and takes_less and search.may_foresee():
+            budget_bytes = best.peak_bytes
+        elif budget_bytes and measured.foresight() is not None:
+            # A simulation says what a step under another plan would show, so that few steps are spent on trying.
+            foreseen_bytes = _foreseen_budget(limit_bytes, measured, budget_bytes)
+            # Below the limit a plan is replaced by a larger one only.
+            may_use = exceeds or foreseen_bytes > plan.budget_bytes
+            budget_bytes = foreseen_bytes if may_use else None
         if exceeds:
             # Where other plans did not help, it is the one that takes least.
             return _replan(modules, plan, search, available_bytes, budget_bytes or 0)

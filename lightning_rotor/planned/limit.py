@@ -536,7 +536,7 @@ class StepLimit:
 def _foresight_of(
     step: Step, plan: Plan, phases: Sequence[StepPhase], reserved_bytes: int
 ) -> Callable[[], Foresight | None]:
-    """What a step foretells of steps in which the calls that ran under a plan run under others, once it is asked."""
+    """The foresight from a step for other plans of the calls that ran under this one, looked for once it is asked."""
     # It outlives the step, whose tensors it must not hold.
     numbers = [number for call, number in step.numbers.items() if call.plan is plan]
     # Looked for once: a step foretells those of all plans for its chain, and of other sizes.
@@ -544,7 +544,7 @@ def _foresight_of(
 
 
 def _least_of_step(step: Step, phases: Sequence[StepPhase], peak_bytes: int, reserved_bytes: int) -> int:
-    """What a step needs that has taken so much under the least plan of its only module."""
+    """Bytes that a step needs which has taken so much under the least plan of its only module."""
     # The least plan of a chain is not that of a step whose loss takes most.
     waits_alone = all(len(path) == 1 for path in step.paths)
     plans = [call.plan for call in step.numbers]

@@ -132,7 +132,7 @@ class StepPlanner(BudgetSource):
                 is_certain = self.modules.begin()
                 if is_certain:
                     self._become(Event.CHOSEN)
-                    self._rest_if_compiled()
+                    self._leave_compiled()
         except BaseException:
             self.modules.end()  # whose forwards may be replaced already
             raise
@@ -187,16 +187,16 @@ class StepPlanner(BudgetSource):
             self._become(Event.CHOSEN_ANEW)
             return
         self._become(Event.CHOSEN)
-        self._rest_if_compiled()
+        self._leave_compiled()
         if self.plan is not None:
             self._become(Event.PLAN_MADE)
 
     # ---------------------------------------------------------------- steps as the user compiled them
 
-    def _rest_if_compiled(self) -> None:
+    def _leave_compiled(self) -> None:
         """Run as it is what the user compiled as a whole, for as long as it keeps the limit."""
         if self.modules.run_as_compiled:
-            self._become(Event.RESTED)
+            self._become(Event.LEFT_COMPILED)
             self.watch.renew(self.loop.optimizers())
 
     def _plan_from_now_on(self) -> None:

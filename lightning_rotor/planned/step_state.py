@@ -50,7 +50,7 @@ class Event(Enum):
     """The first batch has been looked at, and the modules are others than those of the guess."""
     RESTORED = auto()
     """A checkpoint has told which modules are planned."""
-    RESTED = auto()
+    LEFT_COMPILED = auto()
     """The modules that are certain were compiled as a whole."""
     PRESSED = auto()
     """A step that ran as the user compiled it has taken more than the limit, or cannot be measured."""
@@ -75,7 +75,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     (State.CHOOSING, Event.PLAN_MADE): State.CHOOSING,
     (State.PLANNING, Event.RESTORED): State.PLANNING,
     # A plan would take the compiled code apart, so it waits for a step that needs one.
-    (State.PLANNING, Event.RESTED): State.AS_COMPILED,
+    (State.PLANNING, Event.LEFT_COMPILED): State.AS_COMPILED,
     (State.AS_COMPILED, Event.PRESSED): State.PLANNING,
     (State.AS_COMPILED, Event.RESTORED): State.PLANNING,
     (State.PLANNING, Event.NOTHING_TO_PLAN): State.UNPLANNED,

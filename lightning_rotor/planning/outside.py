@@ -153,7 +153,7 @@ def measured_outside(
 
 
 def foresight(plan: Plan, numbers: Sequence[int], phases: Sequence[StepPhase], reserved_bytes: int) -> Foresight | None:
-    """What a measured step foretells of steps in which some of its calls run under another plan.
+    """The foresight from a measured step, of steps in which some of its calls run under another plan.
 
     Args:
         plan: The plan that the calls have run under. None of them waits together with others.

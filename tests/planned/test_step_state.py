@@ -85,7 +85,7 @@ def test_the_mode_grows_and_seconds_count_only_for_one_call_alone() -> None:
 
 
 def test_what_was_compiled_as_a_whole_runs_as_it_is_until_a_step_needs_a_plan() -> None:
-    resting = (Event.CHOSEN, Event.RESTED)
+    resting = (Event.CHOSEN, Event.LEFT_COMPILED)
     assert after(*resting) is State.AS_COMPILED
     assert after(*resting, Event.PRESSED) is State.PLANNING
     assert after(*resting, Event.PRESSED, Event.PLAN_MADE) is State.WATCHING
