@@ -5,6 +5,7 @@ Lightning's launcher starts the second process. All trainings share the two, sin
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import sys
@@ -37,6 +38,7 @@ LIMIT = 500 * 1024  # plain training takes 628 KiB under DDP
 LEAST = 1024  # no plan fits
 BLOCKS_LIMIT = 9_400_000  # of FSDP2 with a unit for each block: a message that gloo keeps is 1.4 % of it
 TIMEOUT = timedelta(seconds=180)
+HANGING_SECONDS = 120  # of one case, which takes a tenth of that: it hangs, and says where
 GPU_BACKEND = "gloo" if "SIMULATED_DEVICES" in os.environ else "nccl"
 
 
@@ -455,11 +457,13 @@ def main(folder: Path, names: list[str]) -> None:
     grids.make_tables_coarse(pytest.MonkeyPatch())
     cases = CASES | APART
     others = {"advice": advised, "piped": piped}
-    found = {
-        name: others[name](folder) if name in others else seen(cases[name], folder)
-        for name in names
-        if name != "infeasible"
-    }
+    found = {}
+    for name in names:
+        if name != "infeasible":
+            faulthandler.dump_traceback_later(HANGING_SECONDS, exit=True)
+            print(f"process {os.environ.get('LOCAL_RANK', '0')} begins with {name}", file=sys.stderr, flush=True)
+            found[name] = others[name](folder) if name in others else seen(cases[name], folder)
+    faulthandler.cancel_dump_traceback_later()
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     if "infeasible" in names:
