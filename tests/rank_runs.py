@@ -461,7 +461,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         if name != "infeasible":
             faulthandler.dump_traceback_later(HANGING_SECONDS, exit=True)
-            print(f"process {os.environ.get('LOCAL_RANK', '0')} begins with {name}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"process {os.environ.get('LOCAL_RANK', '0')} begins with {name}\n")
             found[name] = others[name](folder) if name in others else seen(cases[name], folder)
     faulthandler.cancel_dump_traceback_later()
     torch.save(found, folder / f"rank{dist.get_rank()}.pt")

@@ -13,7 +13,7 @@ stages. Read in this order:
 - ``attempts``: a forward is recorded until a ``recording`` holds. A module in it that cannot be recorded becomes one
   operation; where nothing is left to record, the forward is refused (``ModelError``).
 - ``recorder``, with ``shown_calls`` and ``dispatch_check``: what it sees. ``operations``, ``module_calls`` and
-  ``python_functions`` say what becomes a node.
+  ``python_functions`` say what becomes a node. ``saved_in_code`` has what code needs that goes back through itself.
 - ``writer`` writes the graph: ``traced_numbers`` are sizes, ``value_memory`` the tensors, ``node_facts`` what a node
   knows, ``recorded_checks`` nodes that check. A forward that branches on a value is judged here: ``GraphWriter.guard``
   keeps the value as a condition of the recording, or raises ``UntraceableError``.

@@ -299,6 +299,11 @@ def _reason(error: Exception) -> str:
     frames = [frame for frame in extract_tb(error.__traceback__) if is_users(frame.filename)]
     # torch's errors go on with advice, or the C++ stack, on further lines.
     text = str(error).partition("\n")[0] or type(error).__name__
+    if "support saved tensor hooks" in text:
+        text = (
+            "torch.func.grad, vjp, jacrev and hessian refuse the hooks by which a plan drops what autograd saves: "
+            "expected torch.autograd.grad(..., create_graph=True)"
+        )
     if not frames:
         return text
     last = frames[-1]

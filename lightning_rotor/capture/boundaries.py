@@ -25,7 +25,7 @@ from torch import fx
 from lightning_rotor.capture.graph_stage import GraphSlice
 from lightning_rotor.capture.module_calls import is_invertible_as_a_whole
 from lightning_rotor.capture.names_of_stages import SPLITS, StageNames
-from lightning_rotor.capture.node_facts import IN_PLACE, OF, SIZE, SPREAD, VALUED
+from lightning_rotor.capture.node_facts import BOUND, IN_PLACE, OF, SIZE, VALUED
 from lightning_rotor.capture.recorded_checks import require_as_recorded
 from lightning_rotor.capture.recording import Recording
 from lightning_rotor.capture.value_memory import OpMemory
@@ -256,7 +256,8 @@ class _Lifetimes:
         if any(node.target in _PIECES for node in self._alive[place]):
             return False
         # A stage is measured with gradients that are made for it, and those of a DTensor are spread in a way of theirs.
-        if any(SPREAD in node.meta for node in self._alive[place]):
+        # Of a sparse or jagged tensor, nobody knows which memory it holds.
+        if any(BOUND in node.meta for node in self._alive[place]):
             return False
         # The profiler would merge a stage that starts so with the one before.
         return not _in_place(self._body[place])

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_rotor.capture.operations import UntraceableError, words
 from lightning_rotor.private.torch_names import TorchDispatchMode, packet_of, schema_of, written_arguments
-from lightning_rotor.private.values import address_of, tensors_in
+from lightning_rotor.private.values import address_of, plain_parts, tensors_in
 from lightning_rotor.stages.draws import draws
 
 CHANGES = (
@@ -165,14 +165,19 @@ _ACCUMULATING = words(
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
     """Keys of the memory under tensors, unequal for any other memory, that keep none alive."""
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if _has_memory(tensor)}
+    memories: set[StorageWeakRef] = set()
+    for tensor in tensors:
+        # A sparse tensor has no memory but that of its indices and values.
+        parts = [tensor] if tensor.layout is torch.strided else plain_parts(tensor)
+        memories.update(StorageWeakRef(part.untyped_storage()) for part in parts if _has_memory(part))
+    return memories
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
         return bool(address_of(tensor))
     except (NotImplementedError, RuntimeError):
-        # Sparse tensors.
+        # Layouts of libraries, such as oneDNN's.
         return False
 
 

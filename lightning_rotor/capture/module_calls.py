@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.errors import InverseError
 from lightning_rotor.private.lightning_names import TRAINERS
+from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.torch_names import is_compiler_wrapper
 from lightning_rotor.stages.inverses import is_invertible
 from lightning_rotor.stages.known_layers import does_more_than_forward, runs_members_in_a_row
@@ -29,6 +31,7 @@ class ModuleCalls:
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
+        self._tensors: dict[nn.Module, tuple[torch.Tensor | None, ...]] = {}
         # The root is called by the recorder itself, so its path is there from the beginning.
         self._running = [""]
 
@@ -48,6 +51,20 @@ class ModuleCalls:
             raise UntraceableError(f"{kind} is called but is no submodule, so its parameters are hidden")
         return path
 
+    def note_tensors(self) -> None:
+        """Note the parameters and buffers that modules hold."""
+        # FSDP2 replaces the parameters of its units at each call.
+        if not units_in(self._paths):
+            self._tensors = {module: _tensors_of(module) for module in self._paths}
+
+    def has_its_tensors(self, module: nn.Module) -> bool:
+        """False if a module or one inside of it was lent other parameters or buffers, as functional_call does."""
+        for each in module.modules():
+            noted = self._tensors.get(each)
+            if noted is not None and not _are_same(noted, _tensors_of(each)):
+                return False
+        return True
+
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
         """Context of a submodule's call."""
@@ -66,6 +83,16 @@ class ModuleCalls:
             raise
         finally:
             self._running.pop()
+
+
+def _tensors_of(module: nn.Module) -> tuple[torch.Tensor | None, ...]:
+    """Parameters and buffers that a module holds by itself."""
+    return (*module._parameters.values(), *module._buffers.values())
+
+
+def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    """True if they are the same objects."""
+    return len(ones) == len(others) and all(map(is_, ones, others))
 
 
 def hides_code(module: nn.Module) -> bool:

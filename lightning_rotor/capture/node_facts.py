@@ -24,8 +24,9 @@ VALUED = "valued"
 attribute, and what is computed from these."""
 REGION = "region"
 """Key: the settings under which the operation runs, if these are others than the call's."""
-SPREAD = "spread"
-"""Key: present if the value is a DTensor, of which each process has a part."""
+BOUND = "bound"
+"""Key: present if no stage can hand the value to another: a DTensor, of which each process has a part, or a tensor of
+another layout (sparse, jagged), whose memory cannot be followed."""
 OWN = "own"
 """Key: True if a node runs code that is not torch's, of which nobody knows what it does for other sizes."""
 

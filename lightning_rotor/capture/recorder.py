@@ -31,7 +31,7 @@ from lightning_rotor.capture.call import Call
 from lightning_rotor.capture.copies import version_of
 from lightning_rotor.capture.dispatch_check import DispatchCheck, OperationSeen
 from lightning_rotor.capture.module_calls import ModuleCalls, Slot, hides_code, is_torchs_module
-from lightning_rotor.capture.node_facts import OWN, SPREAD, UNSURE, Region, name_of, total
+from lightning_rotor.capture.node_facts import BOUND, OWN, UNSURE, Region, name_of, total
 from lightning_rotor.capture.operations import (
     METADATA,
     SIZES,
@@ -44,6 +44,7 @@ from lightning_rotor.capture.operations import (
 from lightning_rotor.capture.python_functions import FUNCTIONS, body_of, is_attention
 from lightning_rotor.capture.recorded_checks import appearance_of
 from lightning_rotor.capture.recording import Recording
+from lightning_rotor.capture.saved_in_code import SavedInCode, SavedTensor
 from lightning_rotor.capture.shown_calls import shown_calls
 from lightning_rotor.capture.size_guards import SizeGuards, ancestors
 from lightning_rotor.capture.surroundings import Functions, Surroundings
@@ -55,7 +56,14 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.private.functional_collectives import NOT_ARRIVED, arrived, is_functional, is_on_its_way, wait_for
 from lightning_rotor.private.sharding import is_dtensor, units_in
 from lightning_rotor.private.undoing import undone
-from lightning_rotor.private.values import like, tensors_in, tree_leaves, watch_attributes, watch_containers
+from lightning_rotor.private.values import (
+    like,
+    other_layout,
+    tensors_in,
+    tree_leaves,
+    watch_attributes,
+    watch_containers,
+)
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.submodules import submodule_of
 
@@ -133,6 +141,7 @@ class Recorder(TorchFunctionMode):
         self._root = root
         self._call = call
         self._is_opaque = is_opaque
+        self._saved_in_code = SavedInCode()
         self._writer = GraphWriter(self.calls, self.check)
         # Calls of the user's own code, with what it returned: without sizes, and with them.
         self._unknown_leaves: list[tuple[fx.Node, Any, Any]] = []
@@ -144,6 +153,7 @@ class Recorder(TorchFunctionMode):
         """Run the root's forward on copies of the call's tensors, and return its operations."""
         copies = _copies(self._call.inputs)
         inputs = self._writer.begin(self._root, copies)
+        self.calls.note_tensors()
         # The call lists its attributes behind its arguments.
         first_attribute = len(copies) - len(self._call.attributes)
         attributes = dict(zip(self._call.attributes, copies[first_attribute:], strict=True))
@@ -158,8 +168,8 @@ class Recorder(TorchFunctionMode):
         try:
             with (
                 # Saved tensors are counted and dropped: a recording takes no more memory than a forward without
-                # gradients.
-                saved_tensors_hooks(self._note_saved, _gone),
+                # gradients. Code that is one operation has them while it runs.
+                saved_tensors_hooks(self._note_saved, self._saved_in_code.get),
                 shown_calls(self),
                 # Compiled code would run as one operation that no mode sees into, or compile anew because of the modes.
                 private.uncompiled(),
@@ -226,10 +236,13 @@ class Recorder(TorchFunctionMode):
             notes=self.surroundings.notes,
         )
 
-    def _note_saved(self, tensor: torch.Tensor) -> None:
-        """Note a tensor that autograd saves, also outside of an operation that is seen (the user's own checkpoint)."""
-        with self._aside():
-            self._writer.values.note_saved(tensor)
+    def _note_saved(self, tensor: torch.Tensor) -> SavedTensor:
+        """Note a tensor that autograd saves, also outside of an operation that is seen (a checkpoint of the user's)."""
+        # A transform of torch.func shows its wrappers here, too, which have no memory.
+        if not private.is_transformed():
+            with self._aside():
+                self._writer.values.note_saved(tensor)
+        return self._saved_in_code.save(tensor)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -311,8 +324,14 @@ class Recorder(TorchFunctionMode):
         """True if a module is one operation."""
         # It may try the module's inverse, which is no operation of the forward.
         with self._aside():
-            if self._is_opaque(module, (args, kwargs)):
-                return True
+            is_opaque = self._is_opaque(module, (args, kwargs))
+        # A call in a graph would run with what the module holds then.
+        if not self.calls.has_its_tensors(module):
+            if is_opaque:
+                raise UntraceableError("it lends a module other parameters (torch.func.functional_call)")
+            return False
+        if is_opaque:
+            return True
         # A layer of torch's is one operation for a plan, whatever it calls. But for those inside of which a plan can
         # choose: containers, and attention, which holds several tensors for its backward.
         has_inside = type(module) in _CONTAINERS or is_attention(module)
@@ -419,7 +438,8 @@ class Recorder(TorchFunctionMode):
             self._writer.values.saving.clear()
             given = operation.run.args, operation.run.keywords
             containers_changed = None if operation.is_torchs else watch_containers(given)
-            with self._watching(operation) as seen:
+            in_code = nullcontext() if operation.is_torchs else self._saved_in_code.running()
+            with self._watching(operation) as seen, in_code:
                 result = operation.run()
             # In a graph it gets containers of its own, so that the code around it would miss what it wrote.
             if containers_changed is not None and containers_changed():
@@ -444,7 +464,7 @@ class Recorder(TorchFunctionMode):
                 if operation.target is private.pack_sequences:
                     self._writer.note_packed(result[1], operation.args[1])
             self._writer.values.settle_saved(node, [*read, *tensors_in(result)])
-            self._note_spread(result)
+            self._note_bound(result)
         # Values between operations have memory that can be counted, so the message is waited for at once. The code
         # would wait for it when it uses the tensor, mostly in its next operation.
         if not on_its_way:
@@ -452,12 +472,13 @@ class Recorder(TorchFunctionMode):
         waits = _Operation("call_function", wait_for, (result,), {}, partial(wait_for, result), "", is_torchs=True)
         return self._operate(waits)
 
-    def _note_spread(self, result: Any) -> None:
-        """Mark the nodes of results that are spread over processes."""
-        for tensor in filter(is_dtensor, tensors_in(result)):
-            node = self._writer.values.node_of(tensor)
-            if node is not None:
-                node.meta[SPREAD] = True
+    def _note_bound(self, result: Any) -> None:
+        """Mark the nodes of results that no stage can hand to another."""
+        for tensor in tensors_in(result):
+            if is_dtensor(tensor) or other_layout([tensor]):
+                node = self._writer.values.node_of(tensor)
+                if node is not None:
+                    node.meta[BOUND] = True
 
     def _encoded(self, operation: _Operation) -> Any:
         """Arguments of the node for an operation, under the settings of this moment."""
@@ -629,7 +650,3 @@ def _copies(values: Sequence[Any]) -> list[Any]:
             copy = value.detach().requires_grad_(value.requires_grad).clone()
             copies[id(value)] = like(copy, value)
     return [copies.get(id(value), value) for value in values]
-
-
-def _gone(_: None) -> torch.Tensor:
-    raise UntraceableError("it computes gradients in its forward, which a recording cannot hold")

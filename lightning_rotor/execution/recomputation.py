@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_rotor.errors import ExecutionError
 from lightning_rotor.private import torch_names as private
+from lightning_rotor.private.values import shape_of
 
-_KindOfTensor: TypeAlias = tuple[torch.dtype, torch.Size, torch.device]
+_KindOfTensor: TypeAlias = tuple[torch.dtype, tuple[int, ...], torch.device]
 
 
 # No user code that survives errors shall survive this.
@@ -126,7 +127,7 @@ class _Refill:
                 # Kinds and not values: comparing values would need the dropped tensors. Equal kinds in the same order
                 # is what torch's own checkpoint requires as well.
                 if _kind_of(tensor) != expected:
-                    raise self._of._differs(f"{tensor.dtype} of shape {tuple(tensor.shape)}", expected)
+                    raise self._of._differs(f"{tensor.dtype} of shape {tuple(shape_of(tensor))}", expected)
                 place.filled[self._backward] = tensor
             self.number += 1
         if self.number == len(places):
@@ -135,7 +136,7 @@ class _Refill:
 
 
 def _kind_of(tensor: torch.Tensor) -> _KindOfTensor:
-    return tensor.dtype, tensor.shape, tensor.device
+    return tensor.dtype, shape_of(tensor), tensor.device
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:

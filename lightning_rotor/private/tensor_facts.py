@@ -43,3 +43,8 @@ def _identity_or_0(tensor: torch.Tensor) -> int:
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Indices and values of a sparse COO tensor as it is. ``indices()`` and ``values()`` want it coalesced."""
     return tensor._indices(), tensor._values()
+
+
+def is_without_memory(tensor: torch.Tensor) -> bool:
+    """True for what ``torch.func`` computes with: a wrapper around a tensor, or a zero that is stored nowhere."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor()

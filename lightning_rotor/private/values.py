@@ -29,7 +29,12 @@ from lightning_rotor.private.nestings import (
     tree_unflatten,
     watch_containers,
 )
-from lightning_rotor.private.tensor_facts import identity_of, is_traceable_wrapper_subclass, sparse_parts
+from lightning_rotor.private.tensor_facts import (
+    identity_of,
+    is_traceable_wrapper_subclass,
+    is_without_memory,
+    sparse_parts,
+)
 from lightning_rotor.units import in_blocks
 
 # Nearly whoever asks for tensors takes nestings apart as well.
@@ -88,6 +93,18 @@ def like(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Sizes of a tensor, -1 for a dimension of a nested one in which its parts differ."""
+    if not tensor.is_nested:
+        return tensor.shape
+    if tensor.layout is torch.strided:
+        # Torch tells the sizes of each part alone.
+        return (tensor.size(0), *[-1] * (tensor.dim() - 1))
+    # A jagged tensor has another symbol for each tensor of offsets, made anew in a second forward.
+    sizes: Sequence[int | torch.SymInt] = tensor.shape
+    return tuple(size if isinstance(size, int) else -1 for size in sizes)
+
+
 def spelled(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """Type and shape as one word, such as ``"float32[4, 64, 8, 8]"``."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
@@ -98,14 +115,17 @@ def is_fake(tensor: object) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc)
+
+
 def is_made_of_others(tensor: Any) -> bool:
-    """True for a tensor of a class that keeps its values in other tensors: DTensor, quantized weights, nested ones."""
-    return bool(is_traceable_wrapper_subclass(tensor))
+    """True for a tensor that keeps its values in others: a DTensor, quantized weights, a sparse or nested tensor."""
+    return tensor.layout in _SPARSE or bool(is_traceable_wrapper_subclass(tensor))
 
 
 def plain_parts(tensor: Any) -> list[torch.Tensor]:
     """The dense tensors that a tensor is made of, which have its memory; mostly the tensor itself."""
-    if is_made_of_others(tensor):
+    if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         parts = [attribute_of(tensor, name) for name in names]
         # A DTensor lists its mesh as well.
@@ -153,6 +173,8 @@ def address_of(tensor: torch.Tensor) -> int:
     try:
         return storage.data_ptr()
     except RuntimeError as error:
+        if is_without_memory(tensor):
+            return 0
         # It has no memory of its own. What is inside might be read as an attribute, which no recording would see.
         raise SampleError(
             f"a {type(tensor).__name__} has no memory of its own and does not say which tensors it is made of: "

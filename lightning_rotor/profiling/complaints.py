@@ -29,7 +29,8 @@ def stage_complaints(costs: Iterable[StageCost], behaviours: Sequence[Behaviour]
             yield (
                 f"stage {cost.name!r} gives other bits when it runs again, so it is kept and never recomputed. "
                 "Typical reasons are state outside of buffers, spectral_norm, parameters that the forward itself "
-                "changes (an embedding's max_norm), RReLU, scripted modules, operations in place on the chain's input. "
+                "changes (an embedding's max_norm), RReLU, jagged tensors, scripted modules, operations in place "
+                "on the chain's input. "
                 "State in an iterator, a generator, a queue or a file cannot be put back: measuring has moved it on, "
                 "so training is not what it was. Keep it in attributes, buffers or random generators"
             )

@@ -221,7 +221,7 @@ def _first_run(
         changed,
         updating=_updating(originals),
         leaves_traces=bool(before.changed()),
-        repeatable=not (loses_values or _saves_noise_early(tensors)),
+        repeatable=not (loses_values or _cannot_fill_a_graph(tensors)),
     )
 
 
@@ -286,11 +286,12 @@ def _tensors_of(boundaries: Sequence[Boundary]) -> list[torch.Tensor]:
     return [tensor for boundary in boundaries for tensor in tensors_in(boundary.leaves)]
 
 
-def _saves_noise_early(outputs: Iterable[torch.Tensor]) -> bool:
-    """True if an RReLU made these outputs."""
-    # It saves its noise, where a recomputation may end, before it draws it.
+def _cannot_fill_a_graph(outputs: Iterable[torch.Tensor]) -> bool:
+    """True if what a second run saves does not fit into the graph of the first, which made these outputs."""
+    # An RReLU saves its noise, where a recomputation may end, before it draws it. A node of a jagged tensor takes
+    # gradients of that tensor's own symbol alone, and the symbol is another one in each run.
     nodes = graph_behind(output.grad_fn for output in outputs if output.grad_fn is not None)
-    return any(name_of_node(node).startswith("Rrelu") for node in nodes)
+    return any(name_of_node(node).startswith(("Rrelu", "NestedView", "NestedGet")) for node in nodes)
 
 
 def _updating(originals: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> tuple[nn.Module, ...]:
