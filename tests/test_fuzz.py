@@ -90,6 +90,10 @@ REGRESSIONS = {
         "body=(odd_attributes, checkpointed(view, once_hook(linear), residual(default_array)), average), way='callback', style='recorded', "
         "features=('adamw', 'metric', 'edit_weights', 'unnamed', 'pair_output', 'calls_vary'), steps=4, seed=381"
     ),
+    "a minimum of the last batch, which is smaller than those before": (
+        "body=(weight_norm, property_array, dropout), way='callback', style='recorded', family='sequence', limit=0.31, "
+        "features=('accumulate', 'uneven', 'log', 'stem', 'pair_output'), batch=48, steps=3, seed=987"
+    ),
 }
 
 
@@ -104,6 +108,7 @@ LONG = {"a step measured while torch's checkpoint runs a layer again", "a metric
 def test_what_the_fuzzer_found_stays_mended(name: str) -> None:
     verdict = judge(parse(f"Program({REGRESSIONS[name]})"))
     assert not verdict.failed, f"{verdict}\n{verdict.trace}"
+    assert not any("answer: none" in step for step in verdict.over), verdict
     assert not is_profiling()
 
 

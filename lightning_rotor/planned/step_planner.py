@@ -501,9 +501,11 @@ class StepPlanner(BudgetSource):
         # A larger plan follows only from the last of the measured steps, and not where the next draw may be larger.
         may_grow = not step.is_first and not self.watch.due and not self._draws.are_seen
         is_enough = self.limit.correct_each_plan(self.modules, step, phases, highest.peak_bytes, may_grow=may_grow)
+        if is_enough:
+            return
+        self._note_excess(highest)
         # A first step takes what no later one does, so the next one decides.
-        if not is_enough and not step.is_first:
-            self._note_excess(highest)
+        if not step.is_first:
             self._exceeded(step)
 
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
