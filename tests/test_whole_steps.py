@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_rotor import BudgetError, RotorCallback, RotorWarning
 from lightning_rotor.memory.resident_memory import allocated_bytes
@@ -256,6 +257,34 @@ def test_where_activations_are_most_of_it_the_loss_sets_the_minimum(tmp_path: Pa
         pytest.skip("its minimum is a few percent too high, where its vectors count at moments when they are not there")
     error = assert_a_minimum_is_one(lambda: Task(deep, OPTIMIZERS[name]), tmp_path, batch_size=256)
     assert error.stage == "behind net"
+
+
+class Divided(nn.Module):
+    """Layers before and behind one that torch's checkpoint runs, so that two modules are planned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.middle, self.behind = deep(), nn.Sequential(nn.Linear(64, 64), nn.Tanh()), deep()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        middle: torch.Tensor = checkpoint(self.middle, self.before(input), use_reentrant=True)
+        return self.behind(middle)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint by itself")
+def test_the_minimum_of_several_calls_is_that_of_the_plan_that_takes_least(tmp_path: Path) -> None:
+    def model() -> Task:
+        return Task(Divided, OPTIMIZERS["SGD"])
+
+    # The first plan is made before anything is known of the loss, and takes more than the second.
+    _, _, error = run(model, tmp_path, 1024, batch_size=256)
+    assert error is not None
+    peaks, _, another = run(model, tmp_path, error.minimum_bytes, batch_size=256)
+    assert another is None, another
+    assert max(peaks.peaks[1:]) <= error.minimum_bytes
+    # The way to the least plan of several calls depends on the limit, so a minimum has 1.5 % of what plans change in it.
+    _, _, below = run(model, tmp_path, int(error.minimum_bytes * 0.98), batch_size=256)
+    assert below is not None
 
 
 class Words(L.LightningModule):

@@ -483,11 +483,12 @@ class StepPlanner(BudgetSource):
         if not exceeds or step.is_first:
             # A first step takes what no later one does: it makes the optimizers' state, and compiles.
             return
-        self._note_excess(highest)
         has_less_to_come = any(call.has_another_plan for call in step.numbers)
         has_less_to_come &= any(map(self._joint_plans.takes_less, step.paths))
-        if not has_less_to_come or self._excesses >= _MOST_EXCESSES:
-            self._exceeded(step)
+        if has_less_to_come and self._excesses < _MOST_EXCESSES:
+            return
+        self._note_excess(highest)
+        self._exceeded(step)
 
     def _learn_from_peak(self, step: Step, phases: Sequence[StepPhase]) -> None:
         """Closed loop: what the plan could not know shows in the measured peak."""
