@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_rotor.private import torch_names as private
-from lightning_rotor.private.values import tree_map
+from lightning_rotor.private.values import is_made_of_others, tree_map
 from lightning_rotor.profiling.fake_copies import fake_copy
 
 GROWING = ("params", "state", "param_groups")
@@ -137,7 +137,7 @@ def _stand_ins_on_meta(clone: Optimizer) -> dict[int, torch.Tensor]:
     stand_ins: dict[int, torch.Tensor] = {}
     for group in clone.param_groups:
         for parameter in group["params"]:
-            on_meta = _on_meta(parameter.detach())
+            on_meta = _on_meta(parameter)
             stand_in = nn.Parameter(on_meta, requires_grad=parameter.requires_grad)
             _copy_marks(parameter, stand_in)
             if parameter.requires_grad:
@@ -150,7 +150,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     # A step counter, or a product such as NAdam's: it is read, so it has a value, on the host.
     if not tensor.dim():
         return torch.full((), ASSUMED_NUMBER, dtype=tensor.dtype)
-    return torch.empty_like(tensor, device="meta")
+    if is_made_of_others(tensor):
+        return torch.empty_like(tensor.detach(), device="meta")
+    # Not like a fake tensor, for that would be a fake one again, whose operators take four times as long.
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _late_step_like(number: Any) -> Any:
