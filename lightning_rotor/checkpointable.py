@@ -22,7 +22,7 @@ from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.attachment import attach, detach
 from lightning_rotor.planned.budget_source import BudgetSource
 from lightning_rotor.planned.forward import PlannedForward
-from lightning_rotor.planned.module_plans import PlanSettings
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.prepared import Costs, Prepared
 from lightning_rotor.planning import Frontier, Plan, frontier
 from lightning_rotor.private.lightning_packages import lightning_module_class

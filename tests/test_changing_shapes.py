@@ -90,7 +90,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         samples.append(sample)
         return profile_chain(stages, sample, **options)
 
-    monkeypatch.setattr(lightning_rotor.planned.module_plans, "profile_chain", noting)
+    monkeypatch.setattr(lightning_rotor.planned.call_profiler, "profile_chain", noting)
     monkeypatch.setattr(step_watch, "_STEPS", 10**6)
     return samples
 

@@ -70,7 +70,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         count.append(1)
         return profile_chain(*args, **kwargs)
 
-    monkeypatch.setattr(lightning_rotor.planned.module_plans, "profile_chain", counted)
+    monkeypatch.setattr(lightning_rotor.planned.call_profiler, "profile_chain", counted)
     return count
 
 

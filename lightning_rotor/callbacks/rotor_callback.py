@@ -15,8 +15,8 @@ from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import OptionError
 from lightning_rotor.offload import Offload, parse_offload
 from lightning_rotor.planned.cache import MAX_PLANS
-from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.out_of_memory import is_shortage
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.step_planner import StepPlanner
 from lightning_rotor.planned.step_state import State
 from lightning_rotor.planned.target_search import check_names

@@ -7,7 +7,8 @@ The way of a call, in the order in which it happens:
 - ``forward``: the forward in the place of the module's own, put there by ``attachment``. If memory runs out,
   ``out_of_memory`` says if it can run again. ``key_value_caches`` takes caches away that nobody reads.
 - ``module_plans``: the plan for this call, a new shape's included. ``signature`` tells calls apart, ``cache`` has the
-  plan of each, ``prepared`` is an entry of it.
+  plan of each, ``prepared`` is an entry of it. ``plan_settings`` are the same for all.
+- ``call_profiler``: what the call costs, with other code of compiled stages where the budget asks for it.
 - ``known_cuts``: the stages of the module for such a call.
 - ``measurements``: costs of the sizes that were measured, and bounds for others. ``other_sizes`` takes a plan over from
   another size; ``records`` are costs and plans in a checkpoint.

@@ -25,8 +25,9 @@ from lightning_rotor.execution.pending import await_backward
 from lightning_rotor.planned.attachment import inactive, is_attached, plain_forward
 from lightning_rotor.planned.budget_source import BudgetSource, CallBegins, CallRan, NoChain, ProfilerBusy, objection
 from lightning_rotor.planned.key_value_caches import KeyValueCaches
-from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.module_plans import ModulePlans
 from lightning_rotor.planned.out_of_memory import BeforeForward, CopiedBuffers, is_shortage, shortage_message
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.private.functional_collectives import waited_for

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_rotor.capture.compiled import CompiledModules, Variants, compiled_in
 from lightning_rotor.capture.graph_cut import GraphCut
 from lightning_rotor.capture.sequentialize import Cut, check_module
 from lightning_rotor.chain import Chain
-from lightning_rotor.compiling.partitioner import Saving
 from lightning_rotor.errors import (
     BudgetError,
     MessageError,
-    ModelError,
     PlanError,
     ProfilerBusyError,
     ProfilingError,
@@ -34,25 +31,24 @@ from lightning_rotor.execution.executor import Executor
 from lightning_rotor.execution.moving import OtherMemory
 from lightning_rotor.link import Link
 from lightning_rotor.memory.budget import Budget
-from lightning_rotor.offload import Offload
 from lightning_rotor.planned.budget_source import BudgetSource, MeasuringBegins, NothingFits, PlanMade
 from lightning_rotor.planned.cache import MAX_PLANS, PlanCache
+from lightning_rotor.planned.call_profiler import CallProfiler
 from lightning_rotor.planned.known_cuts import KnownCuts
 from lightning_rotor.planned.measurements import Measurements, for_call
 from lightning_rotor.planned.offloading import Offloading, offloading
 from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.prepared import Costs, Prepared, Turn, corrected, costs_of, may_be_planned_again
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import SizeClasses
 from lightning_rotor.planning import Plan, minimum_budget, plan_for, scheduled
-from lightning_rotor.planning.effort import DEFAULT_SLOTS
 from lightning_rotor.private.torch_names import CompiledCall, keep_library_out_of_graphs
-from lightning_rotor.profiling import Profile, profile_chain
-from lightning_rotor.profiling.progress_bar import measuring_progress, planning_progress
-from lightning_rotor.schedule import Leaf, Schedule
-from lightning_rotor.simulator import simulate
-from lightning_rotor.units import format_bytes, format_seconds, require_positive_integer
+from lightning_rotor.profiling import Profile
+from lightning_rotor.profiling.progress_bar import planning_progress
+from lightning_rotor.schedule import Schedule
+from lightning_rotor.units import format_bytes, format_seconds
 
 _log = logging.getLogger(__name__)
 # The first measurements of a training pay for themselves soonest, as bounds from few sizes are rough: until all have
@@ -63,34 +59,6 @@ _FIRST_SHARE = 1 / 16
 # the second share of a step, which noise is.
 _FAR_OFF = 0.05
 _NOTABLE = 0.005
-# Compilations of a graph that is planned inside. Mostly there is one: the second corrects what counting has missed or
-# a measured step has shown, and the last takes the least if nothing else keeps the budget.
-_MOST_INSIDE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """Settings of all plans of a module.
-
-    Attributes:
-        slots: Resolution of the planner.
-        max_plans: Signatures that are kept.
-        compiled_variants: Under which other memory budgets compiled blocks may run.
-        show_progress: Show a progress bar while measuring or planning takes long.
-        offload: Where plans may move what stages hold; None if they move nothing.
-    Raises:
-        OptionError: ``slots`` or ``max_plans`` is no positive integer.
-    """
-
-    slots: int = DEFAULT_SLOTS
-    max_plans: int = MAX_PLANS
-    compiled_variants: Variants = "exact"
-    show_progress: bool = True
-    offload: Offload | None = None
-
-    def __post_init__(self) -> None:
-        require_positive_integer("slots", self.slots, DEFAULT_SLOTS)
-        require_positive_integer("max_plans", self.max_plans, MAX_PLANS)
 
 
 @dataclass(slots=True)
@@ -149,8 +117,6 @@ class ModulePlans:
         self.ceiling = Ceiling()
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
-        # Numbers of the tensors, among those that the module returns, that its caller makes nothing of.
-        self._unused_outputs: frozenset[int] = frozenset()
         self._source = source
         self._settings = settings
         self._cuts = KnownCuts(
@@ -162,7 +128,7 @@ class ModulePlans:
         )
         self._measurements = Measurements()
         self.classes = SizeClasses()
-        self._compiled = CompiledModules(settings.compiled_variants)
+        self._profiler = CallProfiler(source, settings, self.budget)
         # By device, where plans move what they move. Kept for the pinned memory, which takes long to get.
         self._offloadings: dict[torch.device, Offloading] = {}
         # Of an earlier training, by the fingerprint of the call.
@@ -227,8 +193,8 @@ class ModulePlans:
 
     def expect_unused(self, outputs: frozenset[int]) -> None:
         """Take these numbers of returned tensors for unused. What was measured under others is measured anew."""
-        if outputs != self._unused_outputs:
-            self._unused_outputs = outputs
+        if outputs != self._profiler.unused_outputs:
+            self._profiler.unused_outputs = outputs
             self._forget_costs()
 
     def signature_and_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, Any]:
@@ -317,7 +283,7 @@ class ModulePlans:
 
     def _kept_or_better(self, signature: Signature, value: Any, entry: Costs | Prepared) -> Costs | Prepared:
         """The entry, or a better one where its calls have shown more, or steps have lost what a better one costs."""
-        if self._wants_other_code(signature, entry):
+        if self._profiler.wants_other_code(signature, entry):
             return self._measured_as_needed(signature, value, before=costs_of(entry))
         if isinstance(entry, Prepared) and entry.costs.origin == "larger size" and not entry.costs.rough_seconds:
             may_estimate = bool(entry.lost_seconds) and self._estimating.charge(entry.lost_seconds)
@@ -376,7 +342,7 @@ class ModulePlans:
         """The entry that a checkpoint has for a call; None if it has none."""
         if not self._records:
             return None
-        call = call_fingerprint(signature, self._compiled.choice)
+        call = call_fingerprint(signature, self._profiler.compiled.choice)
         record = self._records.pop(call, None)
         if record is None:
             return None
@@ -528,100 +494,23 @@ class ModulePlans:
 
     def measure(self, signature: Signature, value: Any) -> Costs:
         """Measure a call with all options of its stages, even if it was measured before, and cache its costs."""
-        return self._measured(signature, value, self._compiled)
+        began = time.perf_counter()
+        costs = self._profiler.measure(signature, value)
+        return self._keep_measured(signature, costs, time.perf_counter() - began)
 
     def _measured_as_needed(self, signature: Signature, value: Any, before: Costs | None = None) -> Costs:
-        """Measure a call, and put its costs into the cache.
+        """Measure a call with the options that its budget asks for, and cache its costs.
 
-        Stages that the user compiled get other code only if something must be recomputed. Where there is room, noise
-        must not choose such code, and compiling it would cost more than it could save. ``before`` are costs of the
-        call as it was measured last, if its plans have less room since.
+        ``before`` are costs of the call as it was measured last, if its plans have less room since.
         """
-        is_compiled = any(compiled_in(stage) for stage in signature.cut.stages)
-        if not is_compiled or self.together or self._settings.compiled_variants == "off":
-            return self.measure(signature, value)
-        costs = before or self._measured(signature, value, CompiledModules("off"))
-        if not self._excess_of(costs, option=0).is_needed:
+        began = time.perf_counter()
+        costs = self._profiler.measure_as_needed(signature, value, before)
+        if costs is before:
             return costs
-        if len(signature.cut.stages) == 1:
-            return self._planned_inside(signature, value, costs)
-        return self._keep(signature, replace(self.measure(signature, value), compiled_anew=1))
+        return self._keep_measured(signature, costs, time.perf_counter() - began)
 
-    def _planned_inside(self, signature: Signature, value: Any, costs: Costs) -> Costs:
-        """Costs of a graph that was compiled as a whole, with the same graph planned inside as an option.
-
-        Raises ``ModelError`` if it cannot be, and may be planned uncompiled.
-        """
-        objection = "no plan inside of its graph keeps the limit"
-        # Other calls share such a budget, and how much is theirs is not known yet.
-        is_provisional = self.budget(costs.profile).is_provisional
-        for times in range(costs.compiled_anew, _MOST_INSIDE):
-            # What counting has missed shows once.
-            saving = self._excess_of(costs, option=0)
-            if costs.saving is not None:
-                saving = _saving_more(costs.saving, self._excess_of(costs, option=1), saving)
-            is_last = times + 1 == _MOST_INSIDE
-            saving = replace(saving, or_least=is_last or is_provisional)
-            inside = CompiledModules(self._settings.compiled_variants, saving=saving)
-            planned = self._measured(signature, value, inside)
-            if len(planned.profile.chain.stages[0].options) == 1:
-                objection = next(iter(inside.objections.values()), "its graph cannot be planned inside")
-                break
-            costs = replace(planned, compiled_anew=times + 1, saving=saving)
-            if is_provisional or not self._excess_of(costs, option=1).is_needed:
-                return self._keep(signature, costs)
-        if self._source.takes_apart and signature.cut.way == "compiled":
-            raise ModelError(objection)
-        return self._keep(signature, replace(self.measure(signature, value), compiled_anew=_MOST_INSIDE))
-
-    def _wants_other_code(self, signature: Signature, entry: Costs | Prepared) -> bool:
-        """True if stages that the user compiled run as they are, or save too little, and their plans have no room."""
-        costs = costs_of(entry)
-        stages = signature.cut.stages
-        if costs.estimated or self.together or self._settings.compiled_variants == "off":
-            return False
-        if not any(compiled_in(stage) for stage in stages):
-            return False
-        if signature.cut.way == "compiled" and self._source.takes_apart:
-            # The last resort is to take it apart. A provisional budget is no reason for that.
-            if costs.compiled_anew and self.budget(costs.profile).is_provisional:
-                return False
-        elif costs.compiled_anew >= (_MOST_INSIDE if len(stages) == 1 else 1):
-            return False
-        last = len(costs.profile.chain.stages[0].options) - 1 if len(stages) == 1 else 0
-        return self._excess_of(costs, option=last).is_needed
-
-    def _excess_of(self, costs: Costs, *, option: int) -> Saving:
-        """Bytes that a chain takes more than its budget if each of its stages is kept under one option."""
-        chain = costs.profile.chain
-        budget = self.budget(costs.profile)
-        schedule = Schedule(tuple(Leaf(number, option) for number in range(len(chain))))
-        peaks = {"forward": 0, "backward": 0}
-        for event in simulate(chain, schedule, **budget.conditions).events:
-            if event.phase in peaks:
-                peaks[event.phase] = max(peaks[event.phase], event.peak_bytes)
-        return Saving(peaks["forward"] - budget.available_bytes, peaks["backward"] - budget.available_bytes)
-
-    def _measured(self, signature: Signature, value: Any, compiled: CompiledModules) -> Costs:
-        """Measure a call, with the variants of compiled stages that are to be tried."""
-        self._source.hear(MeasuringBegins())
-        start = time.perf_counter()
-        with measuring_progress(enabled=self._settings.show_progress) as progress:
-            try:
-                profile = profile_chain(
-                    signature.cut.stages,
-                    value,
-                    progress=progress,
-                    compiled=compiled,
-                    ranks=self._source.ranks,
-                    accumulating=self._source.accumulates,
-                    unused_outputs=self._unused_outputs,
-                )
-            except (TypeError, AttributeError, KeyError) as error:
-                # Where the code itself is at fault, its real run says so next, or that of its parts.
-                name = type(signature.cut.module).__name__
-                raise ModelError(f"{name} cannot be measured stage by stage: {error}") from error
-        seconds = time.perf_counter() - start
+    def _keep_measured(self, signature: Signature, costs: Costs, seconds: float) -> Costs:
+        """Cache costs that took so long to measure."""
         self.measuring_seconds += seconds
         share = _FIRST_SHARE if self.measuring_seconds < _FIRST_SECONDS else 1.0
         self._measuring.price_seconds = share * seconds
@@ -631,7 +520,7 @@ class ModulePlans:
             if costs_of(entry).rough_seconds:
                 rough.add(other)
         self.cache.keep_only(lambda other: other not in rough)
-        return self._keep(signature, Costs(profile))
+        return self._keep(signature, costs)
 
     def _keep(self, signature: Signature, costs: Costs) -> Costs:
         """An entry with costs that were measured."""
@@ -811,7 +700,7 @@ class ModulePlans:
         for signature, entry in self.cache:
             # Estimates are made again at once from what was measured.
             if not costs_of(entry).estimated:
-                call = call_fingerprint(signature, self._compiled.choice)
+                call = call_fingerprint(signature, self._profiler.compiled.choice)
                 records[call] = record_of(call, entry)
         return list(records.values())[-MAX_PLANS:]
 
@@ -827,16 +716,6 @@ class ModulePlans:
     def _forget_costs(self) -> None:
         self.cache.keep_only(lambda signature: False)
         self._measurements.keep_only(lambda signature: False)
-
-
-def _saving_more(before: Saving, excess: Saving, least: Saving) -> Saving:
-    """Saving to ask for where a pair of graphs that was to save so much, and was measured, is above the budget.
-
-    It is at least what counting asks for with the budget of now.
-    """
-    forward_bytes = before.forward_bytes + max(excess.forward_bytes, 0)
-    backward_bytes = before.backward_bytes + max(excess.backward_bytes, 0)
-    return Saving(max(forward_bytes, least.forward_bytes), max(backward_bytes, least.backward_bytes))
 
 
 def _tell(signature: Signature, prepared: Prepared, seconds: float) -> None:

@@ -27,7 +27,8 @@ from lightning_rotor.planned.key_value_caches import (
     KeyValueCaches,
 )
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.module_plans import ModulePlans
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.prepared import Prepared
 from lightning_rotor.planned.records import model_fingerprint
 from lightning_rotor.planned.target_search import (

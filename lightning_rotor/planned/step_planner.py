@@ -43,8 +43,8 @@ from lightning_rotor.planned.joint_plans import JointPlans
 from lightning_rotor.planned.kept_sizes import KeptSizes
 from lightning_rotor.planned.limit import StepLimit
 from lightning_rotor.planned.loop import TrainingLoop
-from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.prepared import Prepared, Turn, leaves_much_room
 from lightning_rotor.planned.records import SEAL, model_fingerprint, seal_of
 from lightning_rotor.planned.running_step import Call, CallKey, Step

@@ -15,7 +15,8 @@ from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.budget_source import BudgetSource, CallBegins, CallRan, NoChain, PlanEvent, ProfilerBusy
 from lightning_rotor.planned.forward import PlannedForward
-from lightning_rotor.planned.module_plans import ModulePlans, PlanSettings
+from lightning_rotor.planned.module_plans import ModulePlans
+from lightning_rotor.planned.plan_settings import PlanSettings
 
 ROWS = 16
 
@@ -145,7 +146,7 @@ def test_a_module_that_cannot_be_measured_now_runs_plainly_this_time(monkeypatch
     net = layers()
     forward, source = planned(net)
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_rotor.planned.module_plans.profile_chain", busy)
+        patched.setattr("lightning_rotor.planned.call_profiler.profile_chain", busy)
         assert torch.equal(called(forward, net), net(torch.ones(ROWS, 8)))
     assert [type(event) for event in source.events] == [ProfilerBusy]
     called(forward, net)

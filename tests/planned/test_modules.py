@@ -11,8 +11,8 @@ from torch import nn
 from lightning_rotor import Checkpointable
 from lightning_rotor.planned.agreement import Agreement
 from lightning_rotor.planned.budget_source import BudgetSource
-from lightning_rotor.planned.module_plans import PlanSettings
 from lightning_rotor.planned.modules import PlannedModules
+from lightning_rotor.planned.plan_settings import PlanSettings
 from lightning_rotor.planned.target_search import Target
 
 
@@ -37,7 +37,7 @@ def test_a_module_that_stays_planned_learns_which_of_its_outputs_the_step_uses()
     assert kept is before
     assert kept is not None
     assert (modules.names, kept.target.reason) == (["kept"], "90 %")
-    assert kept.plans._unused_outputs == {1}
+    assert kept.plans._profiler.unused_outputs == {1}
     modules.end()
 
 

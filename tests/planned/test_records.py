@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_rotor import Checkpointable
 from lightning_rotor.invertible import AdditiveCoupling
-from lightning_rotor.planned import module_plans
+from lightning_rotor.planned import call_profiler
 
 
 def couplings() -> nn.Sequential:
@@ -35,7 +35,7 @@ def test_an_invertible_model_that_is_resumed_is_not_measured_again(monkeypatch: 
     def measured(*_: Any, **__: Any) -> None:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(module_plans, "profile_chain", measured)
+    monkeypatch.setattr(call_profiler, "profile_chain", measured)
     resumed = Checkpointable(couplings(), mem_limit=int(1.02 * least_bytes))
     resumed._planned.plans.recall(records)
     resumed(x).sum().backward()
