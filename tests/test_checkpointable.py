@@ -33,7 +33,7 @@ from lightning_rotor import (
 from lightning_rotor.execution.stopwatch import Stopwatch
 from lightning_rotor.memory.budget import Budget
 from lightning_rotor.planned.module_plans import ModulePlans
-from lightning_rotor.planned.prepared import Costs, Prepared
+from lightning_rotor.planned.prepared import Costs, Prepared, TimedSchedule
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan, minimum_budget, scheduled
 from lightning_rotor.profiling import Profile
@@ -694,6 +694,23 @@ def test_a_plan_that_turns_out_slower_goes_again(batch: torch.Tensor, monkeypatc
     assert plans[-1].overhead == pytest.approx(
         solved[0].overhead + 9.0 * seconds_again(solved[0]) / solved[0].chain.step_seconds
     )
+
+
+def test_a_faster_schedule_that_a_step_has_refuted_does_not_come_again(
+    batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = Checkpointable(make_net(), mem_limit=tight(), show_progress=False)
+    net(batch).sum().backward()
+    plans = net._planned.plans
+    signature, prepared = plans.cache.latest
+    assert isinstance(prepared, Prepared)
+    # Calls have run with nothing recomputed, until a step has shown that it takes more than the limit.
+    whole = Schedule.keep_all(len(prepared.plan.chain))
+    timed = (TimedSchedule(whole, 0.0), TimedSchedule(prepared.schedule, prepared.plan.overhead))
+    monkeypatch.setattr(Prepared, "with_timing", lambda self: replace(self.costs, timed=timed))
+    found = plans._planned_by_seconds(signature, prepared)
+    assert found.schedule != whole
+    assert found.plan.peak_bytes <= found.plan.budget_bytes
 
 
 def test_a_schedule_that_the_user_has_chosen_stays(batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

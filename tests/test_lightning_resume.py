@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_rotor.planned.module_plans
-from lightning_rotor import RotorCallback, RotorWarning
+from lightning_rotor import BudgetError, RotorCallback, RotorWarning
 from lightning_rotor.profiling import Profile, profile_chain
 from tests.training import assert_same_bits
 
@@ -256,3 +256,37 @@ def test_fitting_twice(tmp_path: Path, measured: list[int]) -> None:
     assert callback.plan is not None
     assert trainer.global_step == 12
     assert len(measured) == 1
+
+
+class Wide(L.LightningModule):
+    """Gradients of the step before, which linger, are a good part of what a forward finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, 48), *(each for _ in range(6) for each in (nn.Linear(48, 48), nn.Tanh(), nn.Dropout(0.1)))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.body(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_the_second_step_behind_a_checkpoint_made_without_the_callback_keeps_the_limit(tmp_path: Path) -> None:
+    fit(tmp_path, [SaveAt(tmp_path / "plain.ckpt", 2)], Wide())
+    with pytest.raises(BudgetError) as refused:
+        fit(tmp_path, [RotorCallback(1024, show_table=False)], Wide())
+    limit = refused.value.minimum_bytes
+    rotor = RotorCallback(limit, show_table=False)
+    seen: list[int] = []
+
+    class Seen(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(rotor.measured_peak_bytes or 0)
+
+    fit(tmp_path, [rotor, Seen()], Wide(), resume=tmp_path / "plain.ckpt", max_epochs=2)
+    # There is the optimizer's state from the beginning, and there are gradients from the second step on.
+    assert seen[1]
+    assert max(seen[1:]) <= limit, (seen, limit)

@@ -286,6 +286,42 @@ def test_learning_rates(tmp_path: Path, as_callback: bool) -> None:
     assert_same_bits(found[0][1], found[1][1])
 
 
+class Failing(Net):
+    """Fails once, in the third step."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = error
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.error is not None:
+            error, self.error = self.error, None
+            raise error("once")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(("error", "raised"), [(ValueError, ValueError), (KeyboardInterrupt, SystemExit)])
+def test_an_error_in_a_trial_of_a_tuner_leaves_nothing_behind(
+    tmp_path: Path, error: type[BaseException], raised: type[BaseException]
+) -> None:
+    rotor, model = RotorCallback(LIMIT, show_table=False), Failing(error)
+    quiet = {
+        "accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "max_epochs": 1, "default_root_dir": tmp_path,
+    }  # fmt: skip
+    trainer = L.Trainer(**quiet, callbacks=[rotor])
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(raised):
+        Tuner(trainer).lr_find(model, num_training=12, early_stop_threshold=None, update_attr=False)
+    # The tuner has taken the callback out of the trainer, which could not tell it of the error.
+    for module, names in zip(model.modules(), before, strict=True):
+        assert not {"forward", "log", "_lightning_rotor"} & (set(vars(module)) - names)
+    assert "on_exception" not in vars(trainer.strategy)
+    for callbacks in ([], [rotor], [RotorCallback(LIMIT, show_table=False)]):
+        L.Trainer(**quiet, callbacks=callbacks).fit(model)
+    assert rotor.plan is not None
+
+
 _FINDER = """
     import resource, sys, logging
     import lightning.pytorch as L, pytest, torch

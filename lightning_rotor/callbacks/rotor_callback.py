@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.table import Table
 
-from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, unhush
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, tell_of_errors, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import OptionError
 from lightning_rotor.offload import Offload, parse_offload
@@ -373,6 +374,8 @@ class RotorCallback(Callback):
         self._last_as_compiled: _StepsAsCompiled | None = None
         # In this training.
         self._printed: _ProcessPlan | None = None
+        # Takes the callback's ear off the strategy.
+        self._untell: Callable[[], None] = _nothing
         # From one training to the next, and into checkpoints.
         self._saved: Mapping[str, Any] | None = None
 
@@ -411,12 +414,22 @@ class RotorCallback(Callback):
         shown = self._shown() or self._as_compiled()
         return None if shown is None else shown.measured_reserved_bytes
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy knows what was measured, and begins a training of its own."""
+        state = dict(vars(self))
+        if self._planner is not None:
+            state.update(_saved=self.state_dict(), _last=self._shown(), _last_as_compiled=self._as_compiled())
+            state.update(_planner=None, _untell=_nothing)
+        return state
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Attach, unless the layers are only made in ``configure_model``, which runs later."""
         # Validation and testing keep no activations.
         if stage != "fit":
             return
-        self._planner = None
+        if self._planner is not None:
+            # Of a training whose end nobody told of.
+            self._detach(self._planner.loop.model)
         self._last = None
         self._last_as_compiled = None
         self._printed = None
@@ -500,6 +513,7 @@ class RotorCallback(Callback):
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         # Before anything is measured, which runs the user's code and would log.
         hush(model)
+        self._untell = tell_of_errors(trainer.strategy, partial(self.on_exception, trainer, model))
         self._planner = StepPlanner(
             TrainerLoop(trainer, model, self),
             self._limit,
@@ -509,8 +523,10 @@ class RotorCallback(Callback):
             saved=self._saved,
         )
 
-    def _detach(self, model: pl.LightningModule) -> None:
+    def _detach(self, model: torch.nn.Module) -> None:
         unhush(model)
+        self._untell()
+        self._untell = _nothing
         if self._planner is None:
             return
         self._last = self._shown()
@@ -591,3 +607,7 @@ class RotorCallback(Callback):
         if self._show_table and reason is not None:
             show(shown.table(reason))
             self._printed = shown
+
+
+def _nothing() -> None:
+    """What there is to undo before anything was done."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -297,6 +297,27 @@ def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         type(self).log(self, *args, **kwargs)
 
 
+def tell_of_errors(strategy: Any, hear: Callable[[BaseException], None]) -> Callable[[], None]:
+    """Let a strategy tell of an exception that ends a fit. Returns what undoes it.
+
+    A tuner takes all callbacks out for its trials, so that an exception in one of them finds none to tell.
+    """
+    on_exception = strategy.on_exception
+    before = dict(vars(strategy))
+
+    def told(exception: BaseException) -> None:
+        hear(exception)
+        on_exception(exception)
+
+    def undo() -> None:
+        vars(strategy).pop("on_exception", None)
+        if "on_exception" in before:
+            strategy.on_exception = before["on_exception"]
+
+    strategy.on_exception = told
+    return undo
+
+
 def hush(model: pl.LightningModule) -> None:
     """Let a model and all modules in it log nothing while their code runs again."""
     for module in model.modules():
@@ -305,7 +326,7 @@ def hush(model: pl.LightningModule) -> None:
             module.__dict__["log"] = MethodType(log, module)
 
 
-def unhush(model: pl.LightningModule) -> None:
+def unhush(model: nn.Module) -> None:
     """Undo :func:`hush`."""
     for module in model.modules():
         if getattr(module.__dict__.get("log"), "__func__", None) is log:

@@ -147,6 +147,10 @@ class Budget:
                 break
         return chosen
 
+    def keeps(self, plan: Plan) -> bool:
+        """True if a step keeps the limit under a plan that was made for another budget, as far as is known."""
+        return plan.peak_bytes <= self.available_bytes and not self.foresees_excess(plan)
+
     def foresees_excess(self, plan: Plan) -> bool:
         """True if a step is foreseen to exceed the limit under a plan that fits."""
         # What lies around a call is small beside half of the budget, and looking takes a simulation.

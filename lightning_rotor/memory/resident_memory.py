@@ -117,7 +117,8 @@ class ResidentMemory:
         }
         reserved_bytes = sum(parts.values())
         # For the error alone, which names what takes something.
-        reserved_for = [f"{name} ({format_bytes(size)})" for name, size in parts.items() if size]
+        # A negative correction is none of it: a step has taken less than was predicted.
+        reserved_for = [f"{name} ({format_bytes(size)})" for name, size in parts.items() if size > 0]
         return Budget(
             available_bytes=limit_bytes - reserved_bytes,
             gradients_exist=not self.gradients_linger,

@@ -114,7 +114,8 @@ class Corrections:
                 growth = max(1, size_bytes / search.chain_bytes)
                 scaled.append(int(search.correction_bytes * growth))
         # The largest, as the next step then shows that it may have more. One that exceeds the limit cannot be undone.
-        return max(scaled, default=0)
+        # A chain that takes less than was predicted says nothing of others.
+        return max([0, *scaled])
 
     def search_for(self, chain: Chain) -> BudgetSearch:
         """The search of a chain, which is now used last."""

@@ -197,7 +197,7 @@ class StepLimit:
     # ---------------------------------------------------------------- what a step begins and ends with
 
     def start_of(self, batch: list[torch.Tensor], *, is_first: bool) -> StepStart:
-        """A step as it begins; a first one has neither optimizer state nor gradients, which later ones have."""
+        """A step as it begins. A first one has no gradients, and no optimizer state but a checkpoint's."""
         loop = self._loop
         optimizers = loop.optimizers()
         if not is_first:

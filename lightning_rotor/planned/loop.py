@@ -49,6 +49,7 @@ class TrainingLoop(Protocol):
         gradients_linger: Gradients of one step are there until after the next forward, and no longer. False: they add
             up over steps, or the user's loop frees them.
         steps: Number of steps of all optimizers so far.
+        steps_before: Of these, before this training: one that goes on from a checkpoint does not begin with step 0.
         warned_of: Topics of warnings that come once.
     """
 
@@ -65,6 +66,7 @@ class TrainingLoop(Protocol):
     wrapped: Callable[[], nn.Module | None]
     gradients_linger: Callable[[], bool]
     steps: Callable[[], int]
+    steps_before: int = 0
     warned_of: set[str]
 
     def has_hooks_at_end(self) -> bool:
@@ -191,7 +193,7 @@ class TrainingLoop(Protocol):
         if not isinstance(self.wrapped(), DistributedDataParallel):
             return False
         # Once, behind the first step: torch's reducer rebuilds its buckets in the order in which gradients came.
-        return 0 < self.steps() <= len(self.optimizers())
+        return 0 < self.steps() - self.steps_before <= len(self.optimizers())
 
     def _in_units(self) -> bool:
         """True if FSDP2 gathers parameters, and spreads their gradients."""

@@ -39,7 +39,15 @@ from lightning_rotor.planned.measurements import Measurements, for_call
 from lightning_rotor.planned.offloading import Offloading, offloading
 from lightning_rotor.planned.other_sizes import best_of, covering, least_overhead_of, lost_by
 from lightning_rotor.planned.plan_settings import PlanSettings
-from lightning_rotor.planned.prepared import Costs, Prepared, Turn, corrected, costs_of, may_be_planned_again
+from lightning_rotor.planned.prepared import (
+    Costs,
+    Prepared,
+    TimedSchedule,
+    Turn,
+    corrected,
+    costs_of,
+    may_be_planned_again,
+)
 from lightning_rotor.planned.records import Record, call_fingerprint, recalled, record_of
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planned.size_classes import SizeClasses
@@ -461,7 +469,14 @@ class ModulePlans:
         plan = prepared.plan
         costs = prepared.with_timing()
         overhead = costs.timed[-1].overhead
-        fastest = min(costs.timed, key=lambda timed: timed.overhead)
+        budget = self.budget(costs.profile)
+
+        def scheduled_as(timed: TimedSchedule, chain: Chain) -> Plan:
+            return scheduled(chain, timed.schedule, plan.budget_bytes, slots=plan.slots, **plan.conditions)
+
+        # A schedule that calls have run under before may have been given up because a step has exceeded the limit.
+        allowed = [each for each in costs.timed[:-1] if budget.keeps(scheduled_as(each, plan.chain))]
+        fastest = min([*allowed, costs.timed[-1]], key=lambda timed: timed.overhead)
         tolerance = max(_FAR_OFF * max(overhead, plan.overhead), _NOTABLE)
         is_far_off = abs(overhead - plan.overhead) > tolerance
         if fastest.schedule is plan.schedule and not is_far_off:
@@ -470,16 +485,13 @@ class ModulePlans:
             self.cache.put(signature, timed)
             return timed
 
-        def fastest_plan(chain: Chain) -> Plan:
-            return scheduled(chain, fastest.schedule, plan.budget_bytes, slots=plan.slots, **plan.conditions)
-
-        chain = corrected(fastest_plan(plan.chain), fastest.overhead)
+        chain = corrected(scheduled_as(fastest, plan.chain), fastest.overhead)
         may_solve = may_be_planned_again(costs)
         costs = replace(costs, profile=replace(costs.profile, chain=chain))
-        best = replace(fastest_plan(chain), solve_seconds=plan.solve_seconds)
+        best = replace(scheduled_as(fastest, chain), solve_seconds=plan.solve_seconds)
         if may_solve:
             with suppress(BudgetError):
-                solved = self._solve(costs.profile, self.budget(costs.profile))
+                solved = self._solve(costs.profile, budget)
                 # With what measured steps foretell, it may have less room than the plan of now.
                 if solved.schedule != fastest.schedule and solved.overhead < best.overhead:
                     best = solved

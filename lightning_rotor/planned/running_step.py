@@ -84,7 +84,7 @@ class StepStart:
 
     Attributes:
         batch: Tensors of the batch.
-        is_first: No optimizer has stepped before.
+        is_first: No optimizer has stepped in this training before: there are no gradients yet, and perhaps no state.
         state_bytes: State of optimizers, as predicted.
         missing_forward_bytes: What later steps will hold besides in their forwards, and this one does not.
         missing_backward_bytes: The same in their backwards.

@@ -102,6 +102,8 @@ class StepPlanner(BudgetSource):
         self.modules = PlannedModules(loop, self, settings, names)
         self._step: Step | None = None
         self._steps_begun = 0
+        # Of the last step: what decides how much a step takes, and may change by epoch.
+        self._habits: tuple[object, ...] = ()
         self._draws = Draws()
         self._kept_sizes = KeptSizes()
         self._offloads = settings.offload is not None
@@ -147,10 +149,12 @@ class StepPlanner(BudgetSource):
         """A batch is about to be trained on: choose what to plan if it is the first, measure if a plan is new."""
         self._step = Step(batch)
         if self._steps_begun == 0:
+            self.loop.steps_before = self.loop.steps()
             self._meet_others(batch)
         if self.state is State.CHOOSING:
             self._choose(batch, batch_idx)
         self._steps_begun += 1
+        self._watch_new_habits()
         if self.plan is None:
             self._unanswered_bytes = 0  # the plan that this step gets is the answer
         if self.state is State.AS_COMPILED:
@@ -170,6 +174,14 @@ class StepPlanner(BudgetSource):
         # Without a plan the watch may have been renewed just now.
         if to_measure or self.watch.due:
             self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
+
+    def _watch_new_habits(self) -> None:
+        """Measure the next steps if gradients begin to add up, or optimizers are others than in the step before."""
+        # By identity, as this runs in each step: whoever replaces layers makes an optimizer for them.
+        habits = (self.loop.gradients_linger(), *map(id, self.loop.optimizers()))
+        if self._habits and self._habits != habits and self.plan is not None:
+            self.watch.renew(self.loop.optimizers())
+        self._habits = habits
 
     def _meet_others(self, batch: Any) -> None:
         """Agree with other processes, before the first batch, on what must be alike from the beginning."""
@@ -278,7 +290,9 @@ class StepPlanner(BudgetSource):
     def _look_at_start(self, step: Step | None) -> None:
         """Note what planning and measuring ask of a step, before its optimizer steps."""
         if step is not None and step.start is None:
-            step.note_start(self.limit.start_of(tensors_in(step.given), is_first=not self.loop.steps()))
+            # Gradients are there from the second step on, also of a training that goes on from a checkpoint.
+            is_first = self.loop.steps() == self.loop.steps_before
+            step.note_start(self.limit.start_of(tensors_in(step.given), is_first=is_first))
 
     def begin_backward(self) -> None:
         """The loss is known."""

@@ -64,6 +64,11 @@ def test_a_chain_that_was_never_watched_gets_the_largest_correction_in_proportio
     assert known.of(large) == int(100 * large.kept_bytes / small.kept_bytes) > 100
     teach(known, chain(2), -5)
     assert known.of(small) == 100
+    # That one chain takes less than was predicted says nothing of another.
+    alone = Corrections()
+    teach(alone, small, -5)
+    assert alone.of(small) == -5
+    assert alone.of(large) == 0
 
 
 def test_what_was_taken_over_from_another_chain_is_not_taken_over_again() -> None:
