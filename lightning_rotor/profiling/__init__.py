@@ -23,7 +23,8 @@ Without running the user's model on its device:
 
 - ``estimates``: the profiler on fake tensors, with ``estimating_meter`` and the speeds of ``accelerators``.
   ``models_without_memory`` and ``input_spec`` make model and input.
-- ``dry_run``: the user's step on ``fake_copies``; ``assumed_values`` answers it where it asks for values.
+- ``dry_run``: the user's step on ``fake_copies``; ``assumed_values`` answers it where it asks for values, ``remains``
+  takes away what it has left in caches.
   ``step_compute`` counts FLOPs in it, ``returned_tensors`` sees which outputs the step uses.
 """
 

@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_rotor.errors import ProfilingError
 from lightning_rotor.private.messages import members_of
 from lightning_rotor.private.torch_names import (
+    FakeTensorMode,
     backward_number,
     fake_mode,
     fake_with_value,
@@ -35,6 +36,7 @@ from lightning_rotor.private.values import plain_parts, tensors_in, tree_leaves
 from lightning_rotor.profiling.assumed_values import AssumedArrays, AssumedValues
 from lightning_rotor.profiling.dry_run import run_dry, without_trace
 from lightning_rotor.profiling.fake_copies import MOST_KNOWN, fake_copy
+from lightning_rotor.profiling.remains import drop_remains
 from lightning_rotor.profiling.returned_tensors import ReturnedTensors
 from lightning_rotor.stages.user_code import is_users
 
@@ -226,15 +228,19 @@ def measure_compute(
         replacements: By ``id``, what stands in the copies for objects that a dry run must not touch.
     Raises:
         ProfilingError: Nothing was counted: there can be no copy, or the step computes nothing.
+        ModelError: The step keeps tensors of the copies where they cannot be taken away.
     """
+    modes: list[FakeTensorMode] = []
     try:
-        compute = _dry_step(model, inputs, step, replacements or {})
+        compute = _dry_step(model, inputs, step, replacements or {}, modes)
     except Exception as error:
         # deepcopy calls code of every class that users keep in their modules.
         raise ProfilingError(f"the model and its batch cannot be copied: {_text_of(error)}") from error
     finally:
         # The copies hold each other, and what looks for tensors (a recording does) would still find them.
         gc.collect()
+    for mode in modes:
+        drop_remains(mode)
     if not compute.total and not compute.stopped_at:
         raise ProfilingError("its dry run computes nothing")
     return compute
@@ -245,12 +251,14 @@ def _dry_step(
     inputs: Any,
     step: Callable[[Any, Any], Any],
     replacements: Mapping[int, Any],
+    modes: list[FakeTensorMode],
 ) -> StepCompute:
-    """The compute of a step up to its end, or to the line that needs a value."""
+    """The compute of a step up to its end, or to the line that needs a value. ``modes`` gets the copies' own."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
     def run() -> StepCompute:
         with with_values(MOST_KNOWN), fake_mode() as mode, mode:
+            modes.append(mode)
             # Together, so that what both refer to is one object in the copies as well.
             duplicate, copied_inputs = fake_copy((model, inputs), mode, replacements, with_values=True)
             compute = StepCompute(duplicate)

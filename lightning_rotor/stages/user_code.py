@@ -49,10 +49,16 @@ def is_users_class(kind: type) -> bool:
 
 
 def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
-    """Functions in the user's own classes of modules."""
+    """Functions in the user's own classes of modules: methods, static and class methods, properties."""
     bases = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     for base in filter(is_own, bases):
-        yield from (entry for entry in vars(base).values() if isinstance(entry, FunctionType))
+        for entry in vars(base).values():
+            functions: tuple[object, ...] = (entry,)
+            if isinstance(entry, (staticmethod, classmethod)):
+                functions = (entry.__func__,)
+            elif isinstance(entry, property):
+                functions = (entry.fget, entry.fset)
+            yield from (each for each in functions if isinstance(each, FunctionType))
 
 
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
