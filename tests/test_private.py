@@ -705,6 +705,7 @@ def test_what_lightning_keeps(trainer: pl.Trainer) -> None:
     assert all(vars(model)[name] is trainer for name in lightning_names.TRAINERS[:1])
     assert model.seen == [(False, 0), (True, 1), (False, 2), (True, 3)]
     assert [type(optimizer) for optimizer in lightning_names.optimizers_of(model)] == [torch.optim.SGD]
+    assert not any(map(lightning_names.stands_in, trainer.optimizers))
     assert not lightning_names.synchronizes_layers(pl.strategies.DDPStrategy())
     assert lightning_names.before_batch_transfer(model, [1]) == [1]
     lightning_names.keep_batches_whole(trainer)

@@ -321,6 +321,34 @@ def test_sparse_gradients_count_in_the_step_that_takes_them(tmp_path: Path) -> N
         assert max(peaks.peaks[1:]) <= limit
 
 
+class OfItsOwn(Task):
+    """Keeps its optimizer from the Trainer, which counts no steps then."""
+
+    def __init__(self) -> None:
+        super().__init__(deep, lambda parameters: torch.optim.SGD(parameters, 0.01))
+        self.automatic_optimization = False
+        self.kept = [self.optimizer(self.parameters())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept[0].zero_grad()
+        self.manual_backward(loss)
+        self.kept[0].step()
+        return loss
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*this fit will run with no optimizer")
+def test_a_limit_is_one_where_the_trainer_has_no_optimizer(tmp_path: Path) -> None:
+    _, _, error = run(OfItsOwn, tmp_path, 1024, batch_size=256)
+    assert error is not None
+    peaks, _, another = run(OfItsOwn, tmp_path, error.minimum_bytes, batch_size=256)
+    assert another is None, another
+    assert max(peaks.peaks[1:]) <= error.minimum_bytes <= 1.01 * max(peaks.peaks[1:])
+
+
 class Averaging(L.Callback):
     """A moving average of weights, with temporaries for all of them at once."""
 

@@ -203,7 +203,8 @@ class TrainerLoop(TrainingLoop):
         # Tuners take all callbacks out while one tries another batch.
         self.is_trial = lambda: callback is not None and callback not in trainer.callbacks  # type: ignore[attr-defined]
         self.device = lambda: model.device
-        self.optimizers = lambda: trainer.optimizers
+        # Of optimizers that a user keeps to himself, the Trainer has a stand-in, which never steps.
+        self.optimizers = lambda: [each for each in trainer.optimizers if not private.stands_in(each)]
         self.wrapped = lambda: trainer.strategy.model
         # zero_grad runs between forward and backward, unless several backwards add up or the user decides.
         self.gradients_linger = lambda: model.automatic_optimization and trainer.accumulate_grad_batches == 1

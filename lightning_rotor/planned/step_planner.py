@@ -292,6 +292,9 @@ class StepPlanner(BudgetSource):
         if step is not None and step.start is None:
             # Gradients are there from the second step on, also of a training that goes on from a checkpoint.
             is_first = self.loop.steps() == self.loop.steps_before
+            if not self.loop.optimizers():
+                # The user keeps them from the Trainer, which counts no steps then.
+                is_first = self._steps_begun == 1
             step.note_start(self.limit.start_of(tensors_in(step.given), is_first=is_first))
 
     def begin_backward(self) -> None:
@@ -518,10 +521,13 @@ class StepPlanner(BudgetSource):
         is_enough = self.limit.correct_each_plan(self.modules, step, phases, highest.peak_bytes, may_grow=may_grow)
         if is_enough:
             return
+        if step.is_first:
+            # It takes what no later one does, so the next one decides. As measured, and not as foretold for later ones,
+            # it is no more than such a step takes: its batch may be larger than the next.
+            self._note_excess(highest_of(phase for phase in self.watch.phases if not phase.is_final))
+            return
         self._note_excess(highest)
-        # A first step takes what no later one does, so the next one decides.
-        if not step.is_first:
-            self._exceeded(step)
+        self._exceeded(step)
 
     def _note_sizes(self, step: Step, peak_bytes: int) -> None:
         """Remember for which sizes the limit was kept, as smaller ones keep it too."""
@@ -562,8 +568,10 @@ class StepPlanner(BudgetSource):
         """
         assert self._highest_excess is not None
         has_stepped = any(phase.is_optimizer_step for phase in self.watch.phases)
-        # Gradients that do not linger from step to step add up, and the steps until the optimizer's may take more.
-        self._awaits_optimizer = not self.loop.gradients_linger() and not has_stepped
+        # Gradients that do not linger from step to step add up, and the steps until the optimizer's may take more. Of
+        # optimizers that the user keeps from the Trainer nobody hears.
+        has_optimizers = bool(self.loop.optimizers())
+        self._awaits_optimizer = has_optimizers and not self.loop.gradients_linger() and not has_stepped
         if self._awaits_optimizer:
             self._become(Event.EXCEEDED)
             self.watch.renew(self.loop.optimizers())

@@ -32,6 +32,11 @@ toggled_parameters: Callable[[Any], dict[torch.nn.Parameter, bool]] = attrgetter
 """What ``requires_grad`` was of the parameters that ``toggle_optimizer`` has switched."""
 
 
+def stands_in(optimizer: torch.optim.Optimizer) -> bool:
+    """True for what a Trainer has in the place of an optimizer where ``configure_optimizers`` returns none."""
+    return type(optimizer).__name__ == "_MockOptimizer"
+
+
 def take_loader(loop: Any) -> Any | None:
     """The loader that a loop has set up; the loop sets up another one. Only loops draw their batches in public."""
     loader = loop._combined_loader

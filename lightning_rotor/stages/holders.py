@@ -199,10 +199,23 @@ def _remove_cell(cell: CellType, _: str) -> None:
     del cell.cell_contents
 
 
+def _has_these_names(kind: type, names: frozenset[str]) -> bool:
+    return len(vars(kind)) <= len(names) and vars(kind).keys() <= names
+
+
+def _drop_class_names(kind: type, names: frozenset[str]) -> None:
+    for name in vars(kind).keys() - names:
+        # Python's own, such as __annotations__, come whenever somebody asks.
+        if not name.startswith("__"):
+            delattr(kind, name)
+
+
 ENTRIES = _by_name(_read_entry, dict.__setitem__, dict.__delitem__)
 """Some entries of a namespace."""
 CLASS_ENTRIES = _by_name(_read_class, setattr, delattr)
 """Some attributes of a class."""
+CLASS_NAMES = Kind(_has_these_names, _drop_class_names)
+"""Names of all attributes of a class. A new one may hide that of a class which it is made from."""
 # Past the class's own __setattr__: that of a frozen dataclass refuses.
 SLOTS = _by_name(slot, object.__setattr__, object.__delattr__)
 ATTRIBUTE = _by_name(_read_attribute, setattr, delattr)

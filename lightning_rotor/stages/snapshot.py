@@ -38,6 +38,7 @@ from lightning_rotor.stages.holders import (
     BYTES,
     CELL,
     CLASS_ENTRIES,
+    CLASS_NAMES,
     DICT,
     ENTRIES,
     GENERATORS,
@@ -317,6 +318,8 @@ class Snapshot:
     def _class(self, kind: type) -> None:
         """Look at the data that a class of the user's, or one that it is made from, has in its attributes."""
         for base in kind.__mro__:
+            if is_users_class(base):
+                self._kept.append((CLASS_NAMES, base, frozenset(vars(base))))
             names = _data_in(base, len(vars(base)))
             if names:
                 self._keep(CLASS_ENTRIES, base, _read_all(CLASS_ENTRIES, base, names))

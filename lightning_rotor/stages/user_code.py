@@ -49,16 +49,10 @@ def is_users_class(kind: type) -> bool:
 
 
 def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
-    """Functions in the user's own classes of modules: methods, static and class methods, properties."""
+    """Functions in the user's own classes of modules."""
     bases = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     for base in filter(is_own, bases):
-        for entry in vars(base).values():
-            functions: tuple[object, ...] = (entry,)
-            if isinstance(entry, (staticmethod, classmethod)):
-                functions = (entry.__func__,)
-            elif isinstance(entry, property):
-                functions = (entry.fget, entry.fset)
-            yield from (each for each in functions if isinstance(each, FunctionType))
+        yield from (entry for entry in vars(base).values() if isinstance(entry, FunctionType))
 
 
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")

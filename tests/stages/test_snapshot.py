@@ -222,3 +222,36 @@ def test_globals_of_code_are_told_from_attributes() -> None:
 
     assert set(globals_of(code.__code__)) == {"COUNTER", "VARIABLE"}
     assert globals_of(code.__code__, only_set=True) == ()
+
+
+class Counted(nn.Module):
+    """The counter of its class is one that subclasses hide once they count."""
+
+    count = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        type(self).count += 1
+        return input / (1 + type(self).count % 3)
+
+
+class Counting(Counted):
+    """Has no attribute of its own yet."""
+
+
+def test_a_new_attribute_of_a_class_goes_again() -> None:
+    snapshot = Snapshot((Counting(),))
+    Counting()(torch.ones(1))
+    assert vars(Counting)["count"] == 1
+    assert id(Counting) in snapshot.changed()
+    snapshot.restore()
+    assert "count" not in vars(Counting)
+    assert Counting.count == Counted.count == 0
+    assert not snapshot.changed()
+
+
+def test_what_python_notes_in_a_class_stays() -> None:
+    snapshot = Snapshot((Counting(),))
+    Counting.__annotations__ = {"count": int}
+    snapshot.restore()
+    assert Counting.__annotations__ == {"count": int}
+    del Counting.__annotations__
