@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from lightning.pytorch.callbacks import (
 )  # fmt: skip
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_rotor import BudgetError, ModelError, RotorCallback, RotorWarning
+from lightning_rotor.callbacks.trainer_loop import told_of_errors
 from tests.training import assert_same_bits
 
 WIDTH, BATCH = 16, 64
@@ -322,6 +325,21 @@ def test_an_error_in_a_trial_of_a_tuner_leaves_nothing_behind(
     assert rotor.plan is not None
 
 
+def test_several_callbacks_hear_of_an_error_and_leave_in_any_order() -> None:
+    strategy, heard = SingleDeviceStrategy(), []
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(told_of_errors(strategy, lambda error: heard.append(("first", error))))
+    second.enter_context(told_of_errors(strategy, lambda error: heard.append(("second", error))))
+    error = ValueError()
+    strategy.on_exception(error)
+    assert heard == [("first", error), ("second", error)]
+    first.close()
+    strategy.on_exception(error)
+    assert heard[2:] == [("second", error)]
+    second.close()
+    assert "on_exception" not in vars(strategy)
+
+
 _FINDER = """
     import resource, sys, logging
     import lightning.pytorch as L, pytest, torch
@@ -329,7 +347,8 @@ _FINDER = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from lightning_rotor import RotorCallback
-    from lightning_rotor.profiling import stage_seconds
+    from lightning_rotor.callbacks.trainer_loop import told_of_errors
+from lightning_rotor.profiling import stage_seconds
     from tests.grids import make_tables_coarse
 
     stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here, and not how good plans are

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from rich.table import Table
 
-from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, tell_of_errors, unhush
+from lightning_rotor.callbacks.trainer_loop import TrainerLoop, hush, told_of_errors, unhush
 from lightning_rotor.capture.compiled import Variants, check_variants
 from lightning_rotor.errors import OptionError
 from lightning_rotor.offload import Offload, parse_offload
@@ -374,8 +375,8 @@ class RotorCallback(Callback):
         self._last_as_compiled: _StepsAsCompiled | None = None
         # In this training.
         self._printed: _ProcessPlan | None = None
-        # Takes the callback's ear off the strategy.
-        self._untell: Callable[[], None] = _nothing
+        # Closed, the strategy tells of errors no more.
+        self._listening = ExitStack()
         # From one training to the next, and into checkpoints.
         self._saved: Mapping[str, Any] | None = None
 
@@ -419,7 +420,7 @@ class RotorCallback(Callback):
         state = dict(vars(self))
         if self._planner is not None:
             state.update(_saved=self.state_dict(), _last=self._shown(), _last_as_compiled=self._as_compiled())
-            state.update(_planner=None, _untell=_nothing)
+            state.update(_planner=None, _listening=ExitStack())
         return state
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -513,7 +514,7 @@ class RotorCallback(Callback):
     def _attach(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         # Before anything is measured, which runs the user's code and would log.
         hush(model)
-        self._untell = tell_of_errors(trainer.strategy, partial(self.on_exception, trainer, model))
+        self._listening.enter_context(told_of_errors(trainer.strategy, partial(self.on_exception, trainer, model)))
         self._planner = StepPlanner(
             TrainerLoop(trainer, model, self),
             self._limit,
@@ -525,8 +526,7 @@ class RotorCallback(Callback):
 
     def _detach(self, model: torch.nn.Module) -> None:
         unhush(model)
-        self._untell()
-        self._untell = _nothing
+        self._listening.close()
         if self._planner is None:
             return
         self._last = self._shown()
@@ -607,7 +607,3 @@ class RotorCallback(Callback):
         if self._show_table and reason is not None:
             show(shown.table(reason))
             self._printed = shown
-
-
-def _nothing() -> None:
-    """What there is to undo before anything was done."""

@@ -298,25 +298,41 @@ def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
         type(self).log(self, *args, **kwargs)
 
 
-def tell_of_errors(strategy: Any, hear: Callable[[BaseException], None]) -> Callable[[], None]:
-    """Let a strategy tell of an exception that ends a fit. Returns what undoes it.
+class _Told:
+    """Stands in for the ``on_exception`` of a strategy, and tells some listeners before."""
+
+    def __init__(self, strategy: Any) -> None:
+        self.own = vars(strategy).get("on_exception")
+        self.listeners: list[Callable[[BaseException], None]] = []
+        self._on_exception = strategy.on_exception
+
+    def __call__(self, exception: BaseException) -> None:
+        # A listener leaves when it hears of an error.
+        for hear in list(self.listeners):
+            hear(exception)
+        self._on_exception(exception)
+
+
+@contextmanager
+def told_of_errors(strategy: Any, hear: Callable[[BaseException], None]) -> Iterator[None]:
+    """Context in which a strategy tells of an exception that ends a fit.
 
     A tuner takes all callbacks out for its trials, so that an exception in one of them finds none to tell.
     """
-    on_exception = strategy.on_exception
-    before = dict(vars(strategy))
-
-    def told(exception: BaseException) -> None:
-        hear(exception)
-        on_exception(exception)
-
-    def undo() -> None:
-        vars(strategy).pop("on_exception", None)
-        if "on_exception" in before:
-            strategy.on_exception = before["on_exception"]
-
-    strategy.on_exception = told
-    return undo
+    attributes = vars(strategy)
+    told = attributes.get("on_exception")
+    if not isinstance(told, _Told):
+        told = attributes["on_exception"] = _Told(strategy)
+    told.listeners.append(hear)
+    try:
+        yield
+    finally:
+        # Several callbacks of a training leave in any order.
+        told.listeners.remove(hear)
+        if not told.listeners:
+            del attributes["on_exception"]
+            if told.own is not None:
+                attributes["on_exception"] = told.own
 
 
 def hush(model: pl.LightningModule) -> None:

@@ -13,19 +13,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from types import MethodType
 from typing import Any
 
 from lightning_rotor.capture.notes import Place
 from lightning_rotor.capture.traced_numbers import plain, traced_in
 from lightning_rotor.private.undoing import undone
-from lightning_rotor.stages.holders import CLASS_ENTRIES, ENTRIES
+from lightning_rotor.stages.holders import CACHED, CLASS_ENTRIES, ENTRIES
 
 _log = logging.getLogger(__name__)
-
-CACHED = type(lru_cache(len))
-"""The type of functions under ``functools.cache`` and ``lru_cache``."""
 
 _NUMBERS = (int, float, bool, str, type(None))
 

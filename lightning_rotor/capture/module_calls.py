@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import is_
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from lightning_rotor.errors import InverseError
 from lightning_rotor.private.lightning_names import TRAINERS
 from lightning_rotor.private.sharding import units_in
 from lightning_rotor.private.torch_names import is_compiler_wrapper
+from lightning_rotor.stages.containers import same_list
 from lightning_rotor.stages.inverses import is_invertible
 from lightning_rotor.stages.known_layers import does_more_than_forward, runs_members_in_a_row
 
@@ -31,7 +31,7 @@ class ModuleCalls:
         self.leaves: set[nn.Module] = set()
         self.culprit: nn.Module | None = None
         self._paths: dict[nn.Module, str] = {module: path for path, module in root.named_modules()}
-        self._tensors: dict[nn.Module, tuple[torch.Tensor | None, ...]] = {}
+        self._tensors: dict[nn.Module, list[torch.Tensor | None]] = {}
         # The root is called by the recorder itself, so its path is there from the beginning.
         self._running = [""]
 
@@ -61,7 +61,7 @@ class ModuleCalls:
         """False if a module or one inside of it was lent other parameters or buffers, as functional_call does."""
         for each in module.modules():
             noted = self._tensors.get(each)
-            if noted is not None and not _are_same(noted, _tensors_of(each)):
+            if noted is not None and not same_list(_tensors_of(each), noted):
                 return False
         return True
 
@@ -85,14 +85,9 @@ class ModuleCalls:
             self._running.pop()
 
 
-def _tensors_of(module: nn.Module) -> tuple[torch.Tensor | None, ...]:
+def _tensors_of(module: nn.Module) -> list[torch.Tensor | None]:
     """Parameters and buffers that a module holds by itself."""
-    return (*module._parameters.values(), *module._buffers.values())
-
-
-def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """True if they are the same objects."""
-    return len(ones) == len(others) and all(map(is_, ones, others))
+    return [*module._parameters.values(), *module._buffers.values()]
 
 
 def hides_code(module: nn.Module) -> bool:

@@ -35,13 +35,13 @@ import torch
 from torch import nn
 
 from lightning_rotor.capture.copies import BYTES, FILLED, IN_C, MOST_COMPARED, MOST_COMPARED_BYTES, VIEWS, contents_of
-from lightning_rotor.capture.memoized import CACHED, Memoized, StandIns
+from lightning_rotor.capture.memoized import Memoized, StandIns
 from lightning_rotor.capture.notes import Notes, Place
 from lightning_rotor.capture.operations import UntraceableError
 from lightning_rotor.private.values import attributes_of
 from lightning_rotor.stages import holders as kinds
 from lightning_rotor.stages.containers import length_of
-from lightning_rotor.stages.holders import PLAIN, namespace_of, slots_of
+from lightning_rotor.stages.holders import CACHED, PLAIN, namespace_of, slots_of
 from lightning_rotor.stages.user_code import is_users, is_users_class
 
 _MOST_VALUES = 20_000

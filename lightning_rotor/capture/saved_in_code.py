@@ -20,7 +20,7 @@ from lightning_rotor.capture.operations import UntraceableError
 
 
 class SavedTensor:
-    """What autograd holds in place of a tensor; None in it once the tensor has been dropped."""
+    """Stands in for a tensor that autograd saves, which is None in it once it has been dropped."""
 
     __slots__ = ("__weakref__", "tensor")
 

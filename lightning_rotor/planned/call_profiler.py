@@ -1,4 +1,4 @@
-"""What one call of a module costs. Compiled stages are profiled with other code only where a budget asks for it.
+"""Costs of one call of a module. Compiled stages are profiled with other code only where a budget asks for it.
 
 Stages that the user compiled run as they are, first::
 

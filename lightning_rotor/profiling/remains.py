@@ -12,15 +12,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lightning_rotor.errors import ModelError
 from lightning_rotor.private.fake_tensors import FakeTensor, FakeTensorMode
+from lightning_rotor.stages.holders import CACHED
 
-_CACHED = type(lru_cache(len))
 _DEEPEST = 4
 """Levels of containers in a cached result that are looked through."""
 
@@ -75,7 +74,7 @@ def _empty_caches_with(remains: Sequence[torch.Tensor]) -> None:
     ids = set(map(id, remains))
     for function in gc.get_objects():
         # It shows its results to the garbage collector alone.
-        if type(function) is _CACHED and _holds(function, ids):
+        if type(function) is CACHED and _holds(function, ids):
             function.cache_clear()
 
 
@@ -90,7 +89,7 @@ def _holds(function: Any, ids: set[int]) -> bool:
 
 
 def _holders_of(remains: Sequence[torch.Tensor]) -> str:
-    """What holds tensors, by type."""
+    """Types of the objects that hold these tensors, for a message."""
     kinds = []
     for tensor in remains:
         for holder in gc.get_referrers(tensor):

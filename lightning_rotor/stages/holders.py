@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from types import CellType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 """Types of values that never change."""
 GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 """Types of random generators."""
+CACHED = type(lru_cache(len))
+"""The type of functions under ``functools.cache`` and ``lru_cache``."""
 LIBRARIES = frozenset(
     ("torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_rotor",
      *sys.stdlib_module_names)
