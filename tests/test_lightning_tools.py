@@ -347,8 +347,7 @@ _FINDER = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from lightning_rotor import RotorCallback
-    from lightning_rotor.callbacks.trainer_loop import told_of_errors
-from lightning_rotor.profiling import stage_seconds
+    from lightning_rotor.profiling import stage_seconds
     from tests.grids import make_tables_coarse
 
     stage_seconds._ENOUGH_SECONDS = 0.0  # bytes count here, and not how good plans are
