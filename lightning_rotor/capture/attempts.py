@@ -30,7 +30,7 @@ from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.submodules import submodule_of
-from lightning_rotor.stages.user_code import is_users
+from lightning_rotor.stages.user_code import code_of, is_users
 
 _log = logging.getLogger(__name__)
 _OPAQUE_INSTANCES = 2
@@ -211,7 +211,7 @@ class Attempts:
         modules = tuple(self._module.modules())
         with self._isolated():
             watch = Watch(module, modules, tensors=True)
-            before = Snapshot(modules)
+            before = Snapshot(modules, also=code_of(modules))
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
             has_units_or_compiled = bool(units_in((module,))) or any(map(is_compiled, modules))
@@ -242,9 +242,10 @@ class Attempts:
                 changed = watch.changed(besides)
                 if changed is None:
                     changed = _changed_beyond_watching(before, modules, besides)
-                # What the forward has set up, as in a configuration, may stay so.
+                # What the forward has set up, as in a configuration, may stay so. Of what code names, notes say it.
                 others = [submodule for submodule in modules if submodule not in besides]
-                before.restore(leaving=Snapshot(others, hooks=False).objects)
+                named = Snapshot((), also=code_of(others)).owners
+                before.restore(leaving=Snapshot(others, hooks=False).objects | named)
                 # None: what the forward changed was put back with the modules that ran as they are.
                 remaining = watch.changed(besides)
                 if remaining is None:
