@@ -49,9 +49,7 @@ class PlanMade:
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """A call is about to run under a plan, with this input."""
-
-    value: Any
+    """A call is about to run under a plan."""
 
 
 @dataclass(frozen=True, slots=True)

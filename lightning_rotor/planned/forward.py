@@ -114,7 +114,7 @@ class PlannedForward:
                     return module.forward(*args, **kwargs)
                 return plainly()
             source = self._source
-            source.hear(CallBegins(call.value))
+            source.hear(CallBegins())
             # The plan that ran in the end: out of memory, the forward runs again under a smaller one.
             output, prepared = self._run(call, plainly if call.prepared.runs_plainly else None)
             pending = await_backward(output, call.value, once=not prepared.runs_plainly)

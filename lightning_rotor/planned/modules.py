@@ -180,11 +180,6 @@ class PlannedModules:
             return False
         return all(module.name == name for module in self)
 
-    @property
-    def made_before_bytes(self) -> int:
-        """Bytes that a step has made, and still holds, when it calls the first of them, as far as is known."""
-        return 0 if self._search is None else self._search.made_before(self.names)
-
     # ---------------------------------------------------------------- the choice
 
     def begin(self, known: Sequence[Target] = ()) -> bool:

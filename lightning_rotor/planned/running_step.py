@@ -17,7 +17,6 @@ from lightning_rotor.planned.prepared import Costs, Prepared, Turn
 from lightning_rotor.planned.signature import Signature
 from lightning_rotor.planning import Plan
 from lightning_rotor.planning.step_phases import PhaseKind, StepPhase
-from lightning_rotor.private.values import sizes_by_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +139,8 @@ class Step:
         self.is_over = False
         self.found_gradient_bytes: int | None = None
         self._start: StepStart | None = None
-        # What later steps hold besides, as the step itself has shown.
-        self._more_forward_bytes = 0
-        self._more_backward_bytes = 0
+        # By which the optimizers' state is larger than it was predicted; less than nothing if it is smaller.
+        self._more_state_bytes = 0
 
     # ---------------------------------------------------------------- its start
 
@@ -170,35 +168,11 @@ class Step:
         """True if no optimizer has stepped before, as far as somebody has looked."""
         return self._start is not None and self._start.is_first
 
-    def note_unseen(self, tensors: Iterable[torch.Tensor], before_bytes: int) -> None:
-        """Count what the step has made before its first call, when no meter of the CPU could see it yet.
-
-        Args:
-            tensors: Input of the call, which stays for the backward.
-            before_bytes: All that the step has made by then and still holds, as its dry run has counted it.
-        """
-        of_batch = sizes_by_address(self.batch)
-        inputs = [*tensors]
-        input_bytes = 0
-        for address, size_bytes in sizes_by_address(inputs).items():
-            # The batch was there before the step, and is counted with what the process holds.
-            if address not in of_batch:
-                input_bytes += size_bytes
-        # The dry run may have ended before it, or have met less than there is.
-        made_bytes = max(input_bytes, before_bytes)
-        self._more_forward_bytes += made_bytes
-        # Where a graph leads to the input, most of what was made belongs to it. Else it goes with the step's variables.
-        has_graph = any(tensor.grad_fn is not None for tensor in inputs)
-        self._more_backward_bytes += made_bytes if has_graph else input_bytes
-
     def note_state(self, state_bytes: int) -> None:
         """The state of optimizers is known, now that they have stepped."""
         if self._start is None:
             return
-        # May be less than nothing, where the prediction was too high.
-        error_bytes = state_bytes - self._start.state_bytes
-        self._more_forward_bytes += error_bytes
-        self._more_backward_bytes += error_bytes
+        self._more_state_bytes = state_bytes - self._start.state_bytes
 
     # ---------------------------------------------------------------- its calls
 
@@ -259,9 +233,9 @@ class Step:
                 # Here the step makes itself what later ones find.
                 more_bytes = 0
             elif phase.is_backward and place >= loss_place:
-                more_bytes = start.missing_backward_bytes + self._more_backward_bytes
+                more_bytes = start.missing_backward_bytes + self._more_state_bytes
             else:
-                more_bytes = start.missing_forward_bytes + self._more_forward_bytes
+                more_bytes = start.missing_forward_bytes + self._more_state_bytes
             later.append(phase.raised(more_bytes))
         return later
 

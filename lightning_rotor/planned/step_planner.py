@@ -171,6 +171,8 @@ class StepPlanner(BudgetSource):
             return
         self._look_at_start(self._step)
         self._tell_if_nothing_is_planned()
+        # From its begin on, as only the meter sees what a step makes before its first call.
+        to_measure = to_measure or self._steps_begun == 1
         # Without a plan the watch may have been renewed just now.
         if to_measure or self.watch.due:
             self.watch.start(self.loop, self._step.batch, is_due=self.watch.due)
@@ -304,6 +306,10 @@ class StepPlanner(BudgetSource):
             # Gradients that linger are gone now, and those of an accumulation are there but for its first step.
             found_bytes = 0 if self.loop.gradients_linger() else existing_gradient_bytes(self.loop.model)
             step.found_gradient_bytes = found_bytes
+        if self._steps_begun == 1 and (self.plan is None or self._lacks_plans()):
+            # A checkpoint of the user's may call a module for the first time in this backward. Measuring it takes the
+            # profiler, which cannot be given away there.
+            self.watch.drop()
         self.watch.mark(PhaseKind.LOSS)
 
     def end_backward(self) -> None:
@@ -683,8 +689,8 @@ class StepPlanner(BudgetSource):
         Raises what ends the training, or what the module is to hear: that a cut or a plan will not do.
         """
         match event:
-            case CallBegins(value):
-                self._call_begins(value)
+            case CallBegins():
+                self._call_begins()
             case CallRan():
                 self._call_ran(event)
             case PlanMade(plan, signature):
@@ -707,15 +713,10 @@ class StepPlanner(BudgetSource):
             case NothingFits(error):
                 self.limit.note_no_plan(error, self._step)
 
-    def _call_begins(self, value: Any) -> None:
+    def _call_begins(self) -> None:
         """A call is about to run."""
-        step = self._step
-        if step is None:
-            return
-        if step.is_first and not step.numbers and self.loop.device().type == "cpu":
-            # The meter begins in here, since there was no plan before.
-            step.note_unseen(tensors_in(value), self.modules.made_before_bytes)
-        self.watch.mark(PhaseKind.FORWARD, call=len(step.numbers))
+        if self._step is not None:
+            self.watch.mark(PhaseKind.FORWARD, call=len(self._step.numbers))
 
     def _call_ran(self, event: CallRan) -> None:
         """Count a call of the step, and hear of its backward while peaks are of interest."""
@@ -759,12 +760,16 @@ class StepPlanner(BudgetSource):
             self.watch.repeat()
         else:
             self.watch.renew(self.loop.optimizers())
-        if any(module.plans.plan is None for module in self.modules):
+        if self._lacks_plans():
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return
         self._tell()
         if step is not None and not step.is_over and not self.watch.running:
             self.watch.start(self.loop, step.batch)
+
+    def _lacks_plans(self) -> bool:
+        """True if some of the modules were not planned yet."""
+        return any(module.plans.plan is None for module in self.modules)
 
     # ---------------------------------------------------------------- from one training to the next
 

@@ -199,15 +199,6 @@ class TargetSearch:
             return 0
         return sum(self._compute.calls[name] for name in names)
 
-    def made_before(self, names: Collection[str]) -> int:
-        """Bytes that a step has made, and still holds, when it calls the first of these modules, as far as known."""
-        if self._compute is None:
-            return 0
-        for name, size_bytes in self._compute.made_before.items():
-            if name in names:
-                return size_bytes
-        return 0
-
     @property
     def held_bytes(self) -> int | None:
         """Bytes that a step makes, and holds when its backward begins; None if that is not known."""

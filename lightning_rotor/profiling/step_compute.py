@@ -43,8 +43,6 @@ from lightning_rotor.stages.user_code import is_users
 _log = logging.getLogger(__name__)
 # A loop that waits for a value would never end, since values do not change.
 _MOST_READS = 1000
-# Modules before whose first calls is counted what a step has made: each time takes a look at all that is alive.
-_MOST_BEFORE = 100
 _LONGEST_REASON = 300
 
 
@@ -58,7 +56,6 @@ class StepCompute(AssumedValues):
         calls: How often each of these was called.
         messages: Ranks of the processes with which modules exchange messages, one set a group. None is sent here.
         unfinished: Modules that an exception has ended. What they computed until then counts as plannable.
-        made_before: Bytes that the step had made, and still held, at the first call of each of the first ones.
         held_bytes: Bytes that the step has made, and holds at its end, when its backward would begin; None if the dry
             run ended before.
         stopped_at: The user's line at which the dry run ended before the step did; empty if it came to its end.
@@ -76,7 +73,6 @@ class StepCompute(AssumedValues):
         self.calls: Counter[str] = Counter()
         self.messages: defaultdict[str, set[frozenset[int]]] = defaultdict(set)
         self.unfinished: set[str] = set()
-        self.made_before: dict[str, int] = {}
         self.held_bytes: int | None = None
         self.stopped_at = ""
         self.returned = ReturnedTensors()
@@ -117,8 +113,6 @@ class StepCompute(AssumedValues):
         if id(module) != self._counted[name]:
             return forward(*args, **kwargs)
         learns = module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        if learns:
-            self._note_made_before(name)
         # FLOPs of a module that calls itself count once, for the outer call.
         is_outermost = name not in self._running
         total_before = self.total
@@ -139,24 +133,10 @@ class StepCompute(AssumedValues):
             self.returned.follow(name, output)
         return output
 
-    def _note_made_before(self, name: str) -> None:
-        """Note what the step has made and still holds, at the first call of a module."""
-        if name not in self.made_before and len(self.made_before) < _MOST_BEFORE:
-            self.made_before[name] = self._made_bytes()
-
     def end_step(self) -> None:
         """The step is over, and what it has returned is still there."""
         self.returned.end_step()
-        self.held_bytes = self._made_bytes()
-
-    def _made_bytes(self) -> int:
-        """Bytes that the step has made and still holds."""
-        alive = {}
-        for identity, (storage, size_bytes) in self._made.items():
-            if not storage.expired():
-                alive[identity] = storage, size_bytes
-        self._made = alive
-        return sum(size_bytes for _, size_bytes in alive.values())
+        self.held_bytes = sum(size_bytes for storage, size_bytes in self._made.values() if not storage.expired())
 
     def _count(self, name: str, flops: int) -> None:
         self.plannable[name] += flops

@@ -32,7 +32,7 @@ def test_errors_end_the_call_unless_a_source_takes_them(event: Any) -> None:
         BudgetSource().hear(event)
 
 
-@pytest.mark.parametrize("event", [MeasuringBegins(), CallBegins(3)], ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", [MeasuringBegins(), CallBegins()], ids=lambda event: type(event).__name__)
 def test_other_events_are_only_heard(event: PlanEvent) -> None:
     BudgetSource().hear(event)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rotor.planned.running_step import Call, Step, StepStart
 from lightning_rotor.planning.step_phases import Mark, PhaseKind, StepPhase
@@ -101,12 +100,3 @@ def test_later_steps_hold_what_the_first_one_lacks() -> None:
     ]
     later = [each.peak_bytes for each in step.as_later(phases)]
     assert later == [44, 34, 34, 10, 13, 13]
-
-
-def test_what_a_step_makes_before_its_first_call_counts_once() -> None:
-    batch = torch.zeros(10)
-    step = Step(batch)
-    step.note_start(StepStart([batch], is_first=True))
-    step.note_unseen([batch, torch.zeros(5)], before_bytes=50)
-    later = [each.peak_bytes for each in step.as_later([phase(PhaseKind.FORWARD, 0), phase(PhaseKind.LOSS)])]
-    assert later == [10 + 50, 10 + 20]
