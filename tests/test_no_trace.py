@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -645,26 +646,25 @@ class Beyond(Block):
     """Leaves traces where nobody looks for them, and once where it asks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        LEFT["always"].append(1)
+        next(LEFT["always"])
         if not is_recomputing():
-            LEFT["asked"].append(1)
+            next(LEFT["asked"])
         self.linear.bias.detach().numpy()[:] *= 0.9
         return super().forward(x)
 
 
-LEFT: dict[str, list[int]] = {"always": [], "asked": []}
+LEFT = {"always": itertools.count(), "asked": itertools.count()}
 
 
 @pytest.mark.filterwarnings("ignore:.*gives other bits when it runs again")
 def test_what_cannot_be_undone_happens_once_where_code_asks() -> None:
-    """Globals that a layer's own code alone knows, and what NumPy writes."""
+    """Iterators, and what NumPy writes."""
     torch.manual_seed(0)
     net = net_of("sequential", Beyond)
     before = copy.deepcopy(layers_of(net)[0].linear.bias)
-    for found in LEFT.values():
-        found.clear()
     Checkpointable(net, TENSORS[0][:8], "1GiB")(TENSORS[0][:8]).sum().backward()
-    assert len(LEFT["always"]) > len(LEFT["asked"]) == 4
+    assert next(LEFT["always"]) > 4
+    assert next(LEFT["asked"]) == 4
     assert not torch.equal(layers_of(net)[0].linear.bias, before * 0.9)
 
 

@@ -1,9 +1,10 @@
-"""Layers that change what lies outside of modules, where only their own code names it: as often as in plain training."""
+"""Layers and steps that change what lies outside of modules, where code alone names it: as often as in plain training."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -88,6 +89,60 @@ def note(loss: torch.Tensor) -> None:
     LOSSES.append(loss)
 
 
+class ByStaticMethod(Layer):
+    @staticmethod
+    def beside(hidden: torch.Tensor) -> float:
+        LOSSES.append(_square(hidden))
+        return 1.0
+
+
+class ByProperty(Layer):
+    @property
+    def collected(self) -> list[torch.Tensor]:
+        return LOSSES
+
+    def beside(self, hidden: torch.Tensor) -> float:
+        self.collected.append(_square(hidden))
+        return 1.0
+
+
+class Collector:
+    def note(self, loss: torch.Tensor) -> None:
+        LOSSES.append(loss)
+
+    @classmethod
+    def note_for_class(cls, loss: torch.Tensor) -> None:
+        cls.__call__(cls(), loss)
+
+    def __call__(self, loss: torch.Tensor) -> None:
+        LOSSES.append(loss)
+
+
+COLLECTOR = Collector()
+
+
+class ByMethodOfObject(Layer):
+    def beside(self, hidden: torch.Tensor) -> float:
+        COLLECTOR.note(_square(hidden))
+        return 1.0
+
+
+class ByMethodOfClass(Layer):
+    def beside(self, hidden: torch.Tensor) -> float:
+        Collector.note_for_class(_square(hidden))
+        return 1.0
+
+
+class ByObjectOfItsOwn(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.collector = Collector()
+
+    def beside(self, hidden: torch.Tensor) -> float:
+        self.collector(_square(hidden))
+        return 1.0
+
+
 def enclosing() -> type[Layer]:
     noted = CONTEXT.losses
 
@@ -135,7 +190,8 @@ class DrawsFromTorchs(Layer):
 
 KINDS: dict[str, Callable[[], type[Layer]]] = {"InEnclosingList": enclosing}
 for _kind in (
-    InGlobalList, InListOfClass, InGlobalObject, InGlobalDict, ByFunction, NotesNumbers, CountsInGlobal, CountsInClass,
+    InGlobalList, InListOfClass, InGlobalObject, InGlobalDict, ByFunction, ByStaticMethod, ByProperty, ByMethodOfObject,
+    ByMethodOfClass, ByObjectOfItsOwn, NotesNumbers, CountsInGlobal, CountsInClass,
     DrawsFromPythons, DrawsFromNumpys, DrawsFromTorchs,
 ):  # fmt: skip
     KINDS[_kind.__name__] = lambda kind=_kind: kind
@@ -174,7 +230,7 @@ def outside() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:.*that no checkpoint can free")
 @pytest.mark.parametrize(
-    "kind", few(KINDS, "InGlobalList", "InEnclosingList", "NotesNumbers", "CountsInClass", "DrawsFromPythons")
+    "kind", few(KINDS, "InGlobalList", "InEnclosingList", "ByMethodOfClass", "NotesNumbers", "DrawsFromPythons")
 )
 def test_it_changes_as_often_as_in_plain_training(kind: str, tmp_path: Path) -> None:
     rows = [torch.randn(4 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))]
@@ -186,3 +242,77 @@ def test_it_changes_as_often_as_in_plain_training(kind: str, tmp_path: Path) -> 
         assert callback.plan is not None
         assert_same_training(plain, planned)
         assert_same_bits(expected, outside())
+
+
+MEANS: dict[str, torch.Tensor] = {}
+
+
+class Keeper:
+    def keep(self, mean: torch.Tensor) -> None:
+        MEANS["last"] = mean
+
+    @staticmethod
+    def last() -> torch.Tensor | None:
+        return MEANS.get("last")
+
+
+KEEPER = Keeper()
+
+
+class ByItself(L.LightningModule):
+    """A step that compares with the step before, whose mean it keeps outside, by a method of its own or of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        MEANS.clear()
+        self.net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self.net(batch[0])
+        last = self.last()
+        self.keep(output.detach().mean(0))
+        return output.square().mean() if last is None else (output - last).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    @staticmethod
+    def keep(mean: torch.Tensor) -> None:
+        MEANS["last"] = mean
+
+    @classmethod
+    def last(cls) -> torch.Tensor | None:
+        return MEANS.get("last")
+
+
+class ByGlobal(ByItself):
+    @property
+    def keep(self) -> Callable[[torch.Tensor], None]:  # type: ignore[override]
+        return KEEPER.keep
+
+
+class ByClass(ByItself):
+    keep = partialmethod(lambda _, mean: Keeper().keep(mean))
+
+
+class ByAttribute(ByItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeper = Keeper()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self.net(batch[0])
+        last = self.keeper.last()
+        self.keeper.keep(output.detach().mean(0))
+        return output.square().mean() if last is None else (output - last).square().mean()
+
+
+@pytest.mark.parametrize("model", [ByItself, ByGlobal, ByClass, ByAttribute])
+def test_what_a_step_keeps_outside_of_modules_is_of_real_steps(
+    model: Callable[[], L.LightningModule], tmp_path: Path
+) -> None:
+    rows = [torch.randn(4 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))]
+    plain, expected = train(model, rows, tmp_path, batch_size=BATCH), MEANS["last"].clone()
+    planned = train(model, rows, tmp_path, batch_size=BATCH, callback=RotorCallback("1GiB", show_table=False))
+    assert_same_training(plain, planned)
+    assert_same_bits(expected, MEANS["last"])

@@ -30,7 +30,7 @@ from lightning_rotor.private.values import is_fake, tensors_in
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
 from lightning_rotor.stages.submodules import submodule_of
-from lightning_rotor.stages.user_code import code_of, is_users
+from lightning_rotor.stages.user_code import is_users
 
 _log = logging.getLogger(__name__)
 _OPAQUE_INSTANCES = 2
@@ -211,7 +211,7 @@ class Attempts:
         modules = tuple(self._module.modules())
         with self._isolated():
             watch = Watch(module, modules, tensors=True)
-            before = Snapshot(modules, also=code_of(modules))
+            before = Snapshot(modules, code=True)
             hide_trainers(module, self._is_opaque)
             recorder.check.allow(before.copied)
             has_units_or_compiled = bool(units_in((module,))) or any(map(is_compiled, modules))
@@ -244,8 +244,9 @@ class Attempts:
                     changed = _changed_beyond_watching(before, modules, besides)
                 # What the forward has set up, as in a configuration, may stay so. Of what code names, notes say it.
                 others = [submodule for submodule in modules if submodule not in besides]
-                named = Snapshot((), also=code_of(others)).owners
-                before.restore(leaving=Snapshot(others, hooks=False).objects | named)
+                held = Snapshot(others, hooks=False)
+                named = Snapshot(others, hooks=False, code=True).owners - held.owners
+                before.restore(leaving=held.objects | named)
                 # None: what the forward changed was put back with the modules that ran as they are.
                 remaining = watch.changed(besides)
                 if remaining is None:

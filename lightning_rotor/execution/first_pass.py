@@ -18,7 +18,6 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import SMALL_BYTES, Snapshot
-from lightning_rotor.stages.user_code import code_of
 
 
 class FirstPass:
@@ -60,8 +59,7 @@ class FirstPass:
             # Rule 8.
             observers = Observers(state.attributed)
             # Rule 6. Globals and enclosing variables that the code reads may change until the backward, too.
-            code = code_of(state.attributed)
-            self._watched = Snapshot(state.attributed, also=code, small_bytes=SMALL_BYTES), observers
+            self._watched = Snapshot(state.attributed, code=True, small_bytes=SMALL_BYTES), observers
             observers.watch()
         if state.attributed or self._device is not None:
             # Rule 7. Only code of the user's draws from Python's and NumPy's generators.

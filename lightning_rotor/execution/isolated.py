@@ -21,7 +21,6 @@ from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.user_code import code_of
 
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,8 +49,7 @@ def undisturbed(device: torch.device) -> Iterator[GeneratorStates]:
 @contextmanager
 def kept_attributes(stage: Stage, *, keep_parameters: bool = True) -> Iterator[Snapshot]:
     """Set back at the end all that the stage's modules, their code and hooks can reach, and parameters if asked."""
-    modules = [module for _, module in stage.submodules()]
-    before = Snapshot(modules, also=code_of(modules))
+    before = Snapshot([module for _, module in stage.submodules()], code=True)
     parameters: AbstractContextManager[Any] = nullcontext()
     if keep_parameters:
         parameters = kept_parameters(stage)

@@ -21,7 +21,6 @@ from lightning_rotor.private import torch_names as private
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.user_code import code_of
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ def without_trace(device: torch.device | None = None, modules: Iterable[nn.Modul
     generators = GeneratorStates(device)
     with ExitStack() as stack:
         # A copy has its own attributes, but shares globals and variables of enclosing functions.
-        stack.callback(Snapshot(modules, also=code_of(modules)).restore)
+        stack.callback(Snapshot(modules, code=True).restore)
         stack.callback(generators.restore)
         # Dry runs are of training, wherever they are asked for.
         stack.enter_context(torch.enable_grad())

@@ -22,7 +22,6 @@ from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage
 from lightning_rotor.stages.snapshot import Snapshot
-from lightning_rotor.stages.user_code import code_of
 
 
 def undrawn(
@@ -43,7 +42,7 @@ def undrawn(
 
     def run() -> None:
         # Nobody watches this run, so what it changes outside of modules has to be put back here.
-        outside = Snapshot(modules, also=code_of(modules))
+        outside = Snapshot(modules, code=True)
         with (
             undone(outside.restore),
             kept_attributes(whole),

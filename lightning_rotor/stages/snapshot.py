@@ -8,8 +8,8 @@ changes must not show::
 
 Objects keep their identity: contents go back into the very list that had them. Not followed are the libraries' own
 objects (torch's, NumPy's, the Trainer, data sets and loaders), children of a module that a hook refers to, code of
-classes and in attributes, and what holds locks, files or threads. Small tensors and arrays are copied; of a larger
-tensor only its version is known.
+classes (unless asked for) and in attributes, and what holds locks, files or threads. Small tensors and arrays are
+copied; of a larger tensor only its version is known.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from lightning_rotor.stages.holders import (
     namespace_of,
     slots_of,
 )
-from lightning_rotor.stages.user_code import OUR_FOLDER, globals_of, is_own, is_users, is_users_class
+from lightning_rotor.stages.user_code import OUR_FOLDER, functions_of, globals_of, is_own, is_users, is_users_class
 
 SMALL_BYTES = 64 * 1024
 """Below this, remembering costs less than thinking about it."""
@@ -77,6 +77,7 @@ class Snapshot:
     Args:
         roots: Modules, without those inside of them; or functions, containers and other objects.
         objects: Tensors, functions, modules and other objects count as well, not only containers and generators.
+        code: So does what methods of the user's own classes name, of modules and of other objects.
         small_bytes: Tensors and arrays up to this size are copied.
     """
 
@@ -86,12 +87,14 @@ class Snapshot:
         *,
         hooks: bool = True,
         objects: bool = True,
+        code: bool = False,
         also: Iterable[object] = (),
         small_bytes: int = _MUCH_BYTES,
     ) -> None:
         self._roots = tuple(roots)
         self._hooks = hooks
         self._follows_objects = objects
+        self._follows_code = code
         self._small_bytes = small_bytes
         # Rows of a kind, an owner and its content.
         self._kept: list[tuple[Kind, Any, Any]] = []
@@ -107,7 +110,9 @@ class Snapshot:
 
     def again(self) -> Snapshot:
         """A new snapshot of what this one has seen, and of what can be reached now."""
-        return Snapshot(self._roots, also=self._seen.values(), small_bytes=self._small_bytes)
+        return Snapshot(
+            self._roots, code=self._follows_code, also=self._seen.values(), small_bytes=self._small_bytes
+        )
 
     def restore(self, leaving: Collection[int] = ()) -> None:
         """Put everything back but attributes in ``leaving``; ``ExecutionError`` if a changed tensor has no copy."""
@@ -320,6 +325,9 @@ class Snapshot:
         for base in kind.__mro__:
             if is_users_class(base):
                 self._kept.append((CLASS_NAMES, base, frozenset(vars(base))))
+            # Code of packages names half of them.
+            if self._follows_code and is_own(base):
+                self._pending += functions_of(base)
             names = _data_in(base, len(vars(base)))
             if names:
                 self._keep(CLASS_ENTRIES, base, _read_all(CLASS_ENTRIES, base, names))
@@ -366,6 +374,8 @@ class Snapshot:
         kind = type(value)
         if self._follows_objects:
             namespace = namespace_of(value)
+            if self._follows_code and is_own(kind):
+                self._pending.append(kind)
             if namespace is not None and (is_own(kind) or _holds_data(namespace)):
                 self.objects.add(id(namespace))
                 self._keep(NAMESPACE, namespace, dict(namespace))

@@ -6,9 +6,10 @@ import dis
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache, partialmethod
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +54,19 @@ def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
     bases = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     for base in filter(is_own, bases):
         yield from (entry for entry in vars(base).values() if isinstance(entry, FunctionType))
+
+
+def functions_of(kind: type) -> Iterator[Any]:
+    """Functions in a class, also behind its static methods, class methods, properties and the like."""
+    for entry in vars(kind).values():
+        if isinstance(entry, (staticmethod, classmethod)):
+            yield entry.__func__
+        elif isinstance(entry, property):
+            yield from (entry.fget, entry.fset, entry.fdel)
+        elif isinstance(entry, (partialmethod, cached_property)):
+            yield entry.func
+        elif isinstance(entry, FunctionType):
+            yield entry
 
 
 _SETS = ("STORE_GLOBAL", "DELETE_GLOBAL")
