@@ -56,6 +56,10 @@ REGRESSIONS = {
     "a refusal while a part of the model evaluates": (
         "body=(linear,), way='callback', features=('eval_call', 'thaw', 'unnamed'), seed=415"
     ),
+    "a jagged tensor in a layer that the scan has skipped": (
+        "body=(norm, collecting_hook(linear), python_noise, stochastic_depth(row(own_generator, jagged, odd_attributes))), "
+        "limit=None, features=('adamw', 'validation', 'error', 'metric', 'stem', 'calls_vary'), steps=3, seed=38"
+    ),
     "logs of one micro-batch": (
         "body=(linear, linear, changing_hook(prelu), row(add_, prelu, linear), linear, linear), way='pipeline', limit=None, "
         "features=('clip', 'log', 'stem', 'gpipe', 'always'), batch=48, seed=668"

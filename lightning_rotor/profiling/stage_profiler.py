@@ -56,6 +56,10 @@ def _option_bytes(found: tuple[Option, Gradients]) -> int:
     return option.saved_bytes + option.backward_peak_bytes
 
 
+class _ForeignGraphError(Exception):
+    """A graph takes gradients with the sizes of its own forward alone, and not those of a recomputation."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageMeasurement:
     """Costs of a stage and what it does to gradients."""
@@ -208,9 +212,13 @@ class StageProfiler:
         pinned_bytes = 0
         segment_peak_bytes = keep.backward_peak_bytes
         if self.recomputable:
-            discard_peak_bytes, pinned_bytes, recomputed_peak_bytes = self._least_of(
-                self._segment_run, lambda found: found[1] + found[2]
-            )
+            try:
+                discard_peak_bytes, pinned_bytes, recomputed_peak_bytes = self._least_of(
+                    self._segment_run, lambda found: found[1] + found[2]
+                )
+            except _ForeignGraphError:
+                # The scan finds nodes of jagged tensors, but not where its draws have left out the layer.
+                return replace(self, recomputable=False)._measure_bytes()
             # Peaks of backwards are beyond the saved set, which the simulator counts by itself.
             segment_peak_bytes = max(recomputed_peak_bytes - keep.saved_bytes - keep.saved_output_bytes, 0)
         if not keep.saved_tensors:
@@ -443,7 +451,13 @@ class StageProfiler:
 
             return recomputed(function, value, draws_random=False, state=state)
 
-        recording, _, _ = self._recorded(forward)
+        try:
+            recording, _, _ = self._recorded(forward)
+        except RuntimeError as error:
+            # Autograd's own comparison of shapes.
+            if "returned an invalid gradient" not in str(error):
+                raise
+            raise _ForeignGraphError from error
         start = recording.first("forward").start_bytes
         level = recording.first("backward").start_bytes
         # A segment that saves nothing does not hold its input either.

@@ -110,9 +110,7 @@ class Snapshot:
 
     def again(self) -> Snapshot:
         """A new snapshot of what this one has seen, and of what can be reached now."""
-        return Snapshot(
-            self._roots, code=self._follows_code, also=self._seen.values(), small_bytes=self._small_bytes
-        )
+        return Snapshot(self._roots, code=self._follows_code, also=self._seen.values(), small_bytes=self._small_bytes)
 
     def restore(self, leaving: Collection[int] = ()) -> None:
         """Put everything back but attributes in ``leaving``; ``ExecutionError`` if a changed tensor has no copy."""

@@ -53,11 +53,15 @@ def code_of(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
     """Functions in the user's own classes of modules."""
     bases = dict.fromkeys(base for module in modules for base in type(module).__mro__)
     for base in filter(is_own, bases):
-        yield from (entry for entry in vars(base).values() if isinstance(entry, FunctionType))
+        yield from functions_of(base)
 
 
-def functions_of(kind: type) -> Iterator[Any]:
+def functions_of(kind: type) -> Iterator[FunctionType]:
     """Functions in a class, also behind its static methods, class methods, properties and the like."""
+    yield from (entry for entry in _entries_of(kind) if isinstance(entry, FunctionType))
+
+
+def _entries_of(kind: type) -> Iterator[Any]:
     for entry in vars(kind).values():
         if isinstance(entry, (staticmethod, classmethod)):
             yield entry.__func__
@@ -65,7 +69,7 @@ def functions_of(kind: type) -> Iterator[Any]:
             yield from (entry.fget, entry.fset, entry.fdel)
         elif isinstance(entry, (partialmethod, cached_property)):
             yield entry.func
-        elif isinstance(entry, FunctionType):
+        else:
             yield entry
 
 
