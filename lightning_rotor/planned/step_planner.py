@@ -306,7 +306,8 @@ class StepPlanner(BudgetSource):
             # Gradients that linger are gone now, and those of an accumulation are there but for its first step.
             found_bytes = 0 if self.loop.gradients_linger() else existing_gradient_bytes(self.loop.model)
             step.found_gradient_bytes = found_bytes
-        if self._steps_begun == 1 and (self.plan is None or self._lacks_plans()):
+        may_plan = self.state is not State.AS_COMPILED and (self.plan is None or self._lacks_plans())
+        if self._steps_begun == 1 and may_plan:
             # A checkpoint of the user's may call a module for the first time in this backward. Measuring it takes the
             # profiler, which cannot be given away there.
             self.watch.drop()
