@@ -72,6 +72,9 @@ class BackwardPeaks:
 class Option:
     """One way to run a stage so that it can be differentiated: what it holds until its backward, and what that costs.
 
+    ``profiling/stage_profiler`` measures it, ``simulator`` says what a schedule with it takes, ``planning`` chooses
+    among several, and ``execution/passes`` (``run_stage``) runs it.
+
     Attributes:
         name: ``"keep"`` saves what autograd saves; ``"budget 0.3"`` is a compiled stage under another activation memory
             budget; ``"invert"`` and ``"invert, fused"`` save the output alone.

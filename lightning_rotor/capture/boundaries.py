@@ -280,9 +280,10 @@ def thinned(
     weights: Sequence[int],
     alone: Set[int] = frozenset(),
 ) -> list[int]:
-    """Cuts left once the lightest stages, while weightless or too many, joined their lighter neighbours.
+    """Cuts left once the lightest stages joined their lighter neighbours, while weightless or too many.
 
-    Operations in ``alone`` join nothing, unless there are too many stages.
+    ``weights`` are the bytes that each operation makes and saves. Operations in ``alone`` join nothing, unless there
+    are too many stages.
     """
     # Sums of the weights before each operation, so that the weight of a stage is one subtraction.
     sums = [0, *accumulate(weights)]

@@ -222,8 +222,8 @@ class Recorder(TorchFunctionMode):
         totals = []
         for lengths, _ in writer.lengths:
             totals.append(writer.node("call_function", total, lengths.args, {}))
+        # Guards copy the nodes of all questions, so that these can be erased: they would be computed in every step.
         guards = SizeGuards(self._call.signature, inputs, sizes_asked, values_seen, totals)
-        # Guards have written them down. In the graph, they would be computed in every step.
         questions = [node for node, _ in (*values_seen, *writer.lengths, *sizes_asked)]
         erase(writer.graph, [*totals, *questions])
         return Recording(

@@ -90,9 +90,9 @@ class AffineCosts:
         """
         (small, large), span = self.sizes, self.sizes[1] - self.sizes[0]
 
-        # The line through the two measured sizes, times its span. A division into floats would lose the last bytes of
-        # a large model.
-        def line(at_small: Any, at_large: Any) -> Any:  # times the span: integers stay exact
+        # The line through the two measured sizes, times its span, so that integers stay exact. A division into floats
+        # would lose the last bytes of a large model.
+        def line(at_small: Any, at_large: Any) -> Any:
             return at_small * (large - batch_size) + at_large * (batch_size - small)
 
         def seconds(values: Sequence[float]) -> float:

@@ -1,4 +1,8 @@
-"""Lessons of measured steps about each chain: how much more, or less, its plans may use than was predicted."""
+"""Lessons of measured steps about each chain: how much more, or less, its plans may use than was predicted.
+
+No chain shows what lies around the planned modules, above all the loss. A measured step does, from the first one on:
+``StepLimit.correct_each_plan`` hands it on to here, and a better plan follows.
+"""
 
 from __future__ import annotations
 

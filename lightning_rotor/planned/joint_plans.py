@@ -80,8 +80,9 @@ class JointPlans:
     def takes_less(self, calls: Sequence[Call]) -> bool:
         """True if the plan for calls is to take less than the plans that they have run under, or is not known.
 
-        A plan that keeps calls whole takes more: it answers no excess.
+        Asked behind a step that has exceeded the limit: where no plan takes less, training ends.
         """
+        # The next plan may take more, as where calls are kept whole from now on (``keep_whole``).
         plan = self._plans.get(path_of(calls))
         if plan is None:
             return True

@@ -463,11 +463,14 @@ class StepLimit:
         self._go_beyond(error, "without a plan")
 
     def exceeded_as_compiled(self, peak_bytes: int) -> None:
-        """A later step of a model that runs as the user compiled it has taken more in one of several processes."""
+        """A later step of a model that runs as the user compiled it has taken more in one of several processes.
+
+        No plan can follow: processes plan together, and only behind steps that all of them have measured.
+        """
         error = limit_error(
             self.size_bytes,
             int(peak_bytes * _UNEVEN),
-            needs=f"a measured step of a larger batch has taken {format_bytes(peak_bytes)} as it was compiled",
+            needs=f"a later step has taken {format_bytes(peak_bytes)} as it was compiled",
             stage="",
             remedy="raise mem_limit, lower the batch size, or compile the blocks of the model instead of the whole "
             "(for block in net.blocks: block.compile()), so that processes plan before a step",

@@ -301,7 +301,11 @@ class PlannedModules:
         raise ModelError(f"{module.target.place} is planned in parts, for most of it is in {path!r}, and {reason}")
 
     def plan_parts_of(self, name: str, error: RotorError) -> None:
-        """From inside the first forward: plan all its parts that can be, unless the user has named this one."""
+        """From inside a module's first forward, which cannot be planned: plan its parts that can be.
+
+        What was compiled as a whole is planned around its graph. ``error`` is raised where the user has named the
+        module, as nothing else may be planned then.
+        """
         module = self.named(name)
         if module is not None and module.is_whole:
             _log.info("RotorCallback cannot plan inside of what was compiled at %s: %s", module.target.place, error)

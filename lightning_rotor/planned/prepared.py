@@ -198,7 +198,7 @@ class Prepared:
 
     @property
     def is_settled(self) -> bool:
-        """True if what calls have taken changes nothing any more."""
+        """True if the seconds that calls have taken lead to no other plan any more."""
         timed = self.costs.timed
         # Seconds of a call say nothing of costs that are bounds, and a schedule of the user's stays in any case.
         if self.is_chosen or self.costs.estimated or len(timed) == _MOST_TIMED:
@@ -206,6 +206,7 @@ class Prepared:
         if self.schedule.moves:
             # What a call takes more or less would be laid to its segments, and may be the link's.
             return True
+        # It was timed, and planning with its seconds has led to it again.
         return bool(timed) and timed[-1].schedule is self.schedule
 
     def with_timing(self) -> Costs:

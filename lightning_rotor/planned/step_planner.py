@@ -252,7 +252,7 @@ class StepPlanner(BudgetSource):
             self._plan_from_now_on()
 
     def _end_as_compiled(self, step: Step) -> bool:
-        """Compare a step with the limit, and plan if it has taken more. True if steps are measured no more."""
+        """Compare a step with the limit, and plan if it has taken more. True behind the last of the measured steps."""
         self._compilation.close()
         step.is_over = True
         was_due = self.watch.due
@@ -346,7 +346,11 @@ class StepPlanner(BudgetSource):
             self._step_hooks[id(optimizer)] = hook
 
     def end_step(self) -> bool:
-        """Read the meter, and plan again if the limit was exceeded or missed by far. True if plans are steady now."""
+        """Read the meter, and plan again if the limit was exceeded or missed by far.
+
+        Returns:
+            True in the one step behind which plans are steady, so that they can be reported.
+        """
         step, shows_modules = self._step, self.modules.is_open
         self._unhook()
         if step is not None and self.state is State.AS_COMPILED:

@@ -57,7 +57,7 @@ class Target:
 
 
 def check_names(names: object, *, several: bool = True) -> str | list[str] | None:
-    """Names of modules as a user gave them, or None; ``ModelError`` if they are none."""
+    """Names of modules as a user gave them, or None if none were given; ``ModelError`` if they are no names."""
     if names is None or isinstance(names, str):
         return names
     listed = list(names) if isinstance(names, (list, tuple)) else None
