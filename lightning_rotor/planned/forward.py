@@ -100,6 +100,7 @@ class PlannedForward:
         run = plain_forward(module) if self.compiled is None else self.compiled.run
         plainly = partial(run, *args, **kwargs)
         if not self._plans_for(module, args, kwargs):
+            self.plans.ran_without_gradients |= module.training and not torch.is_grad_enabled()
             return plainly()
         # A recomputation reads the arguments again, and what arrives meanwhile would have changed them.
         args, kwargs = waited_for(args, kwargs)

@@ -125,6 +125,7 @@ class ModulePlans:
         self.ceiling = Ceiling()
         self.cache = PlanCache(settings.max_plans)
         self.measuring_seconds = 0.0
+        self.ran_without_gradients = False
         self._source = source
         self._settings = settings
         self._cuts = KnownCuts(
@@ -144,6 +145,11 @@ class ModulePlans:
         self._estimating = Account()
         self._searching = Account()
         self._measuring = Account()
+
+    @property
+    def is_to_come(self) -> bool:
+        """True if it has run without gradients alone, as a reentrant checkpoint runs it before the backward."""
+        return self.ran_without_gradients and self.plan is None
 
     @property
     def plan(self) -> Plan | None:

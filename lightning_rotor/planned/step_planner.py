@@ -306,10 +306,9 @@ class StepPlanner(BudgetSource):
             # Gradients that linger are gone now, and those of an accumulation are there but for its first step.
             found_bytes = 0 if self.loop.gradients_linger() else existing_gradient_bytes(self.loop.model)
             step.found_gradient_bytes = found_bytes
-        may_plan = self.state is not State.AS_COMPILED and (self.plan is None or self._lacks_plans())
-        if self._steps_begun == 1 and may_plan:
-            # A checkpoint of the user's may call a module for the first time in this backward. Measuring it takes the
-            # profiler, which cannot be given away there.
+        if self._steps_begun == 1 and any(module.plans.is_to_come for module in self.modules):
+            # A checkpoint of the user's will call the module again in this backward, and so it is measured there. That
+            # takes the profiler, which cannot be given away inside of a backward.
             self.watch.drop()
         self.watch.mark(PhaseKind.LOSS)
 
@@ -765,16 +764,12 @@ class StepPlanner(BudgetSource):
             self.watch.repeat()
         else:
             self.watch.renew(self.loop.optimizers())
-        if self._lacks_plans():
+        if any(module.plans.plan is None for module in self.modules):
             # Others are still to be measured, which takes torch's profiler away again, or may be refused.
             return
         self._tell()
         if step is not None and not step.is_over and not self.watch.running:
             self.watch.start(self.loop, step.batch)
-
-    def _lacks_plans(self) -> bool:
-        """True if some of the modules were not planned yet."""
-        return any(module.plans.plan is None for module in self.modules)
 
     # ---------------------------------------------------------------- from one training to the next
 
