@@ -38,7 +38,10 @@ class SavedInCode:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context of code that is one operation. What was saved in it can be asked for until it ends."""
+        """Context of code that is one operation. What was saved in it can be asked for until it ends.
+
+        It does not nest, as nothing is recorded inside of an operation.
+        """
         self._is_running = True
         try:
             yield

@@ -1,4 +1,7 @@
-"""Settings of torch and of its layers that decide over the numbers of a forward (rule 9 of ``passes``)."""
+"""Settings of torch and of its layers that decide over the numbers of a forward (rule 9 of ``passes``).
+
+Autocast's cache of casts is none of them: ``passes`` (``run_stage``, ``forget_casts``) sees to it.
+"""
 
 from __future__ import annotations
 

@@ -76,12 +76,12 @@ def attach(module: nn.Module, planned: ForwardInPlace) -> None:
     """
     is_replaced = "forward" in module.__dict__
     # The forward of a copy may stay, and is replaced again.
-    is_ours = _KEY in module.__dict__ and not is_attached(module)
+    is_of_a_copy = _KEY in module.__dict__ and not is_attached(module)
     slot = "forward"
     compiled = None if is_attached(module) else compiled_method_of(module, "forward")
     if planned.compiled is not None:
         slot, compiled = planned.compiled.slot, module.__dict__.get(planned.compiled.slot)
-    if compiled is None and is_replaced and not is_ours:
+    if compiled is None and is_replaced and not is_of_a_copy:
         raise ModelError(
             f"the forward of this {type(module).__name__} has been replaced already: expected a module that only one "
             "callback or patch works on. torch.compile of a whole LightningModule replaces its forward too: name one "

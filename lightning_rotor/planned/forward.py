@@ -178,6 +178,7 @@ class PlannedForward:
                 raise
             source.hear(NoChain(plans.name, error))
             return None
+        # The first cut of a module decides whether it is planned, and later ones follow it.
         reason = None if was_cut else objection(source, plans.name, signature.cut)
         if reason is not None:
             source.hear(NoChain(plans.name, reason))
