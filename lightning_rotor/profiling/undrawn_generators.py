@@ -14,14 +14,12 @@ from torch import nn
 
 from lightning_rotor.execution.isolated import draws_seen, kept_attributes, lent_buffers
 from lightning_rotor.execution.passes import dropping_saved, repeating
-from lightning_rotor.private.undoing import undone
 from lightning_rotor.private.values import tensors_in
 from lightning_rotor.profiling.stage_input import Boundary
 from lightning_rotor.stages.draws import drawn_since
 from lightning_rotor.stages.generators import GeneratorStates
 from lightning_rotor.stages.other_threads import others_may_draw
 from lightning_rotor.stages.sequential import Stage
-from lightning_rotor.stages.snapshot import Snapshot
 
 
 def undrawn(
@@ -38,13 +36,9 @@ def undrawn(
     boundary = Boundary.of((tuple(args), dict(kwargs)))
     device = tensors_in((args, kwargs))[0].device
     whole = Stage(type(module).__name__, (module,))
-    modules = list(module.modules())
 
     def run() -> None:
-        # Nobody watches this run, so what it changes outside of modules has to be put back here.
-        outside = Snapshot(modules, code=True)
         with (
-            undone(outside.restore),
             kept_attributes(whole),
             lent_buffers(whole),
             torch.enable_grad(),
